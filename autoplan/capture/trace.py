@@ -1,0 +1,165 @@
+"""A fake model and example inputs come in; one flat functional graph that ends in the loss goes out.
+
+Steps, in order: export, make functional, erase checks, rename placeholders to the model's own names,
+keep only what the loss needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from autoplan.capture.build import FakeModel, named_tensors
+from autoplan.capture.functional import functional
+from autoplan.capture.source import Inputs
+from autoplan.capture.tracing_mode import watched
+
+PREFIX = "model"
+
+
+class Program(nn.Module):
+    """Forward and loss as one module; its inputs are the tensors among the example inputs, in order."""
+
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module, Inputs], torch.Tensor], inputs: Inputs) -> None:
+        super().__init__()
+        self.model = model
+        self._run = run
+        self._leaves, self._spec = pytree.tree_flatten(inputs)
+        self.checkpoints: set[str] = set()
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensor inputs, each an object of its own (the exporter merges inputs that are one object)."""
+        return tuple(leaf.detach().clone() for leaf in self._leaves if isinstance(leaf, torch.Tensor))
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        queue = list(tensors)
+        leaves = [queue.pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        with watched() as mode, mode:
+            loss = self._run(self.model, pytree.tree_unflatten(leaves, self._spec))
+        self.checkpoints = mode.checkpoints
+        return loss
+
+
+@dataclass
+class Traced:
+    """The graph, the real values of its constants, the names of its inputs and what was lost on the way."""
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    input_names: tuple[str, ...]
+    canonical: Mapping[str, str]
+    checkpoints: tuple[str, ...] = ()
+    mutated: tuple[str, ...] = field(default=())
+
+
+def input_names(inputs: Inputs) -> tuple[str, ...]:
+    """The keyword or position by which each tensor input is fed."""
+    items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    return tuple(str(key) for key, value in items if isinstance(value, torch.Tensor))
+
+
+def trace(fake: FakeModel, run: Callable[[nn.Module, Inputs], torch.Tensor], inputs: Inputs) -> Traced:
+    """Export ``run(model, inputs)``; the errors of the exporter come out as they are."""
+    program = Program(fake.model, run, inputs)
+    with fake.mode:
+        exported = torch.export.export(program, program.tensors(), strict=False)
+        graph, signature, constants = functional(exported)
+    names = input_names(inputs)
+    canonical = canonical_names(fake.model)
+    traced = Traced(fx.Graph(), {}, names, canonical, tuple(sorted(program.checkpoints)))
+    outputs = signature.output_specs
+    traced.mutated = tuple(
+        str(spec.target).removeprefix(PREFIX + ".") for spec in outputs if spec.kind is OutputKind.BUFFER_MUTATION
+    )
+    _copy_needed(graph, signature, constants, traced)
+    return traced
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every qualified tensor name -> the first name of the same tensor (tied parameters)."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor, _ in named_tensors(model)}
+
+
+def _copy_needed(
+    source: fx.Graph, signature: ExportGraphSignature, constants: Mapping[str, torch.Tensor], traced: Traced
+) -> None:
+    """Copy what the loss depends on into ``traced.graph``, placeholders first and named by the model."""
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    loss = _loss_node(source, signature)
+    needed = ancestors([loss])
+    users = [n for n in source.nodes if n.op == "placeholder" and specs[n.name].kind is InputKind.USER_INPUT]
+    feeds = dict(zip(users, traced.input_names, strict=True))
+    env: dict[fx.Node, fx.Node] = {}
+    made: dict[tuple[str, str], fx.Node] = {}
+    for node in source.nodes:
+        if node.op == "placeholder" and (node in needed or node in feeds):
+            kind, origin = _origin(node, specs[node.name], feeds, traced)
+            if (kind, origin) not in made:
+                made[kind, origin] = _placeholder(traced.graph, node, kind, origin)
+                if kind == "constant":
+                    traced.constants[origin] = constants[str(specs[node.name].target)]
+            env[node] = made[kind, origin]
+    for node in source.nodes:
+        if node.op == "call_function" and node in needed:
+            env[node] = traced.graph.node_copy(node, lambda n: env[n])
+            env[node].meta = _clean_meta(node)
+    traced.graph.output(env[loss])
+
+
+def _loss_node(graph: fx.Graph, signature: ExportGraphSignature) -> fx.Node:
+    index = next(i for i, spec in enumerate(signature.output_specs) if spec.kind is OutputKind.USER_OUTPUT)
+    return graph.output_node().args[0][index]  # pyright: ignore[reportIndexIssue]: args[0] is the output tuple
+
+
+def ancestors(roots: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that ``roots`` depend on, themselves included."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _origin(node: fx.Node, spec: Any, feeds: Mapping[fx.Node, str], traced: Traced) -> tuple[str, str]:
+    if node in feeds:
+        return "input", feeds[node]
+    target = str(spec.target).removeprefix(PREFIX + ".")
+    if spec.kind is InputKind.PARAMETER:
+        return "parameter", traced.canonical.get(target, target)
+    if spec.kind is InputKind.BUFFER:
+        return "buffer", traced.canonical.get(target, target)
+    return "constant", target
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, kind: str, origin: str) -> fx.Node:
+    letter = {"parameter": "p_", "buffer": "b_", "constant": "c_", "input": ""}[kind]
+    new = graph.placeholder(letter + re.sub(r"\W", "_", origin if kind != "input" or origin[0].isalpha() else f"x_{origin}"))
+    new.meta = {"val": node.meta["val"], "kind": kind, "source": origin}
+    return new
+
+
+def _clean_meta(node: fx.Node) -> dict[str, Any]:
+    """The metadata that later passes read, module paths without the wrapper's name."""
+    meta: dict[str, Any] = {"val": node.meta.get("val")}
+    if node.meta.get("stack_trace"):
+        meta["stack_trace"] = node.meta["stack_trace"]
+    stack: dict[str, tuple[str, str]] = {}
+    for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
+        if path == PREFIX or path.startswith(PREFIX + "."):
+            call = key.rpartition("@")[2] if "@" in key else ""
+            local = path.removeprefix(PREFIX).removeprefix(".")
+            name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+            stack[local + (f"@{call}" if call else "")] = (local, name)
+    meta["nn_module_stack"] = stack
+    return meta

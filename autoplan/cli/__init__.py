@@ -1,0 +1,56 @@
+"""The command ``autoplan``: parses the command line, runs one command, prints errors without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from autoplan.errors import AutoplanError, BadInputError
+
+COMMANDS = ("search", "show", "check", "apply", "run", "hw")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours: one message that ends in what to type next."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise BadInputError(f"{message}\nType `{self.prog} --help` for the options.")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; each command lives in its own module of this package."""
+    parser = _Parser(prog="autoplan", description="Plan, prove, draw and run the parallel training of a PyTorch model.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for name in COMMANDS:
+        importlib.import_module(f"autoplan.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 done, 1 the answer is no, 2 bad input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parser = build_parser()
+        args = parser.parse_args(arguments)
+        if args.version:
+            from importlib.metadata import version
+
+            print(f"autoplan {version('autoplan-fx')}")
+            return 0
+        if not args.command:
+            parser.print_help()
+            return 2
+        return int(args.run(args))
+    except AutoplanError as error:
+        if "--json" in arguments:
+            print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+        print(f"autoplan: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,74 @@
+"""``autoplan apply``: a plan and a training script in, the script that trains under it out, as a diff."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tokenize
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.errors import BadInputError
+
+if TYPE_CHECKING:
+    from autoplan_codegen.script import ScriptRewrite
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+    parser = subparsers.add_parser("apply", help="rewrite a training script for a plan", description=__doc__)
+    parser.add_argument("plan", type=Path, metavar="plan.yaml")
+    parser.add_argument("script", type=Path, metavar="train.py")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: train_autoplan.py beside it"
+    )
+    parser.add_argument("--hw", help="the chip's profile, where the plan's own name for it is not known")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the new script; print the diff and how to launch it."""
+    from autoplan.cli.launch import launch_of
+    from autoplan.hardware import load_profile
+    from autoplan.plan import Plan
+
+    plan = Plan.load(args.plan)
+    profile = load_profile(args.hw or plan.hardware)
+    output = args.output or args.script.with_name(f"{args.script.stem}_autoplan.py")
+    rewrite = rewritten(args.script, args.plan, output)
+    if output.resolve() == args.script.resolve():
+        raise BadInputError(f"{output} is the script itself: give another file with -o.")
+    write_script(output, rewrite.text)
+    launch = launch_of(plan, profile)
+    command = launch.text(str(output))
+    if args.json:
+        told = {"output": str(output), "diff": rewrite.diff, "launch": command}
+        print(json.dumps(told | {"devices": launch.devices, "environment": dict(launch.environment)}))
+        return 0
+    print(rewrite.diff)
+    where = f" on each of {launch.nodes} hosts" if launch.nodes > 1 else ""
+    print(f"\nwrote {output}; launch it{where} with:\n\n    {command}")
+    return 0
+
+
+def rewritten(script: Path, plan_path: Path, output: Path) -> ScriptRewrite:
+    """The script rewritten for the plan at ``plan_path``; nothing is written."""
+    from autoplan_codegen.script import rewrite_script
+
+    try:
+        with tokenize.open(script) as file:
+            source = file.read()
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise BadInputError(f"cannot read the training script {script}: {reason}.") from None
+    return rewrite_script(
+        source, name=str(script), plan_path=str(plan_path), output_name=str(output), folder=script.parent
+    )
+
+
+def write_script(path: Path, text: str) -> None:
+    """Write as UTF-8, with the line ends that the text has."""
+    try:
+        path.write_bytes(text.encode())
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}. Give another file with -o.") from None

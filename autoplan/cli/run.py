@@ -1,0 +1,91 @@
+"""``autoplan run``: a plan and a plain training script in, the script running under the plan out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.errors import BadInputError
+
+if TYPE_CHECKING:
+    from autoplan.cli.launch import Launch
+    from autoplan.hardware import HardwareProfile
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+    parser = subparsers.add_parser("run", help="apply a plan and train under it", description=__doc__)
+    parser.add_argument("plan", type=Path, metavar="plan.yaml")
+    parser.add_argument("script", type=Path, metavar="train.py")
+    parser.add_argument("arguments", nargs="*", metavar="ARG", help="for the script; put `--` before options")
+    parser.add_argument("--hw", help="the chip's profile, where the plan's own name for it is not known")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rewrite into a file that goes away, start one process a device; the script's own exit code."""
+    from autoplan.cli.apply import rewritten, write_script
+    from autoplan.cli.launch import launch_of
+    from autoplan.hardware import load_profile
+    from autoplan.plan import Plan
+
+    plan = Plan.load(args.plan)
+    profile = load_profile(args.hw or plan.hardware)
+    launch = launch_of(plan, profile)
+    _require_devices(launch, profile, args)
+    rewrite = rewritten(args.script, args.plan.resolve(), args.script)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{args.script.stem}_", dir=_writable(args.script.parent)
+    ) as folder:
+        path = Path(folder) / f"{args.script.stem}_autoplan.py"
+        write_script(path, rewrite.text)
+        code = _start(launch, path, args)
+    if args.json:
+        print(
+            json.dumps(
+                {"exit_code": code, "devices": launch.devices, "launch": launch.text(str(args.script))}
+            )
+        )
+    return code
+
+
+def _start(launch: Launch, path: Path, args: argparse.Namespace) -> int:
+    """Run under torchrun; the script finds the modules beside the user's own file."""
+    beside = str(args.script.parent.resolve())
+    environment = {**launch.environment, **os.environ}  # what the user has set stays
+    paths = [beside, environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if "CUDA_VISIBLE_DEVICES" in launch.environment:
+        environment["CUDA_VISIBLE_DEVICES"] = launch.environment["CUDA_VISIBLE_DEVICES"]
+    stdout = subprocess.DEVNULL if args.json else None
+    command = launch.command(str(path), args.arguments)
+    return subprocess.run(command, env=environment, stdout=stdout, check=False).returncode
+
+
+def _writable(folder: Path) -> Path | None:
+    """The script's own folder where it can be written to, else the system's for temporary files."""
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _require_devices(launch: Launch, profile: HardwareProfile, args: argparse.Namespace) -> None:
+    """Refuse what this machine cannot hold, with what to type on the cluster; CPU ranks share the cores."""
+    import torch
+
+    kind = profile.software.device_type
+    if kind == "cpu":
+        return
+    module = getattr(torch, kind, None)
+    here = module.device_count() if module is not None and module.is_available() else 0
+    if here >= launch.devices:
+        return
+    output = f"{args.script.stem}_autoplan.py"
+    raise BadInputError(
+        f"the plan runs on {launch.devices} {profile.name} devices, this machine has {here}.\n"
+        f"Type here:         autoplan apply {args.plan} {args.script}\n"
+        f"Type on each host: {launch.text(output, args.arguments)}"
+    )

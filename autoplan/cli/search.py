@@ -1,0 +1,90 @@
+"""``autoplan search``: a model and a chip in, the best plan out, with every assumption it made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from autoplan.errors import BadInputError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "search", help="find the best plan for a model on a cluster", description=__doc__
+    )
+    parser.add_argument("model", help="model.py with build_model() and example_inputs(), or a config.json")
+    add_workload_options(parser)
+    parser.add_argument("-o", "--output", default="plan.yaml", help="where the plan goes (plan.yaml)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is trained and where."""
+    parser.add_argument("--hw", help="hardware profile: a name, alias or path (else AUTOPLAN_HW)")
+    parser.add_argument("--devices", type=positive, help="devices of the cluster (one node, or what fits)")
+    parser.add_argument("--global-batch", type=positive, help="samples per optimizer step")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), help="the model's dtype")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default=None, help="the optimizer (adamw)")
+    parser.add_argument("--sequence", type=positive, help="passed to example_inputs as sequence=N")
+    parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="another size to pass")
+    parser.add_argument("--pin", action="append", default=[], metavar="KEY=VALUE", help="fix part of the plan")
+    parser.add_argument("--opaque", action="append", default=[], metavar="NAME", help="sub-module kept whole")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return value
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    """``--sequence`` and ``--size`` as keyword arguments of ``example_inputs``."""
+    sizes: dict[str, int] = {}
+    for text in args.size:
+        name, _, value = text.partition("=")
+        if not name.isidentifier() or not value.isdigit():
+            raise BadInputError(f"--size {text!r}: expected NAME=N, such as --size image=224.")
+        sizes[name] = int(value)
+    if args.sequence is not None:
+        sizes["sequence"] = args.sequence
+    return sizes
+
+
+def run(args: argparse.Namespace) -> int:
+    from autoplan.cli.progress import progress
+    from autoplan.search.driver import search_plan
+
+    output = Path(args.output)
+    if not output.resolve().parent.is_dir():
+        raise BadInputError(f"--output {args.output}: the folder {output.parent} does not exist; make it first.")
+    with progress(quiet=args.json) as say:
+        plan = search_plan(
+            args.model,
+            hw=args.hw,
+            devices=args.devices,
+            global_batch=args.global_batch,
+            dtype=args.dtype,
+            optimizer=args.optimizer,
+            sizes=sizes_of(args),
+            pins=args.pin,
+            opaque=args.opaque,
+            say=say,
+        )
+    plan.save(output)
+    if args.json:
+        from autoplan.report.summary import plan_summary_json
+
+        print(json.dumps({**plan_summary_json(plan), "plan": str(output)}))
+        return 0
+    from autoplan.report.terminal import print_plan
+
+    print_plan(plan)
+    print(f"\nplan written to {output}; look at it with `autoplan show {output} --svg plan.svg`")
+    return 0

@@ -1,0 +1,58 @@
+"""``autoplan show``: a plan file in, the plan as tables, pictures or JSON out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import BadInputError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+    parser = subparsers.add_parser("show", help="print a plan, or draw it", description=__doc__)
+    parser.add_argument("plan", type=Path, metavar="plan.yaml")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan as SVG")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan as PNG")
+    parser.add_argument("--dot", type=Path, metavar="FILE", help="write the drawing's Graphviz source")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, draw what was asked for, print; 2 for a plan or a path that cannot be used."""
+    from autoplan.plan import Plan
+    from autoplan.report.summary import plan_summary_json
+    from autoplan.report.terminal import print_plan
+
+    plan = Plan.load(args.plan)
+    drawn = _draw(plan, args)
+    if args.json:
+        print(json.dumps(plan_summary_json(plan, args.plan) | {"drawn": drawn}))
+        return 0
+    if not drawn:
+        print_plan(plan, sys.stdout)
+    for path in drawn:
+        print(f"drew {path}")
+    return 0
+
+
+def _draw(plan: Any, args: argparse.Namespace) -> list[str]:
+    """Write each picture asked for; the paths written."""
+    from autoplan.report.draw import FORMATS, write_picture
+    from autoplan.report.graph import plan_dot
+
+    asked = {form: path for form in FORMATS if (path := getattr(args, form)) is not None}
+    if not asked and args.dot is None:
+        return []
+    dot_text = plan_dot(plan)
+    if args.dot is not None:
+        try:
+            args.dot.write_text(dot_text, encoding="utf-8")
+        except OSError as error:
+            raise BadInputError(f"cannot write {args.dot}: {error.strerror}.") from None
+    for form, path in asked.items():
+        write_picture(dot_text, path, form)
+    return [str(path) for path in (args.dot, *asked.values()) if path is not None]

@@ -1,0 +1,227 @@
+"""A plan: everything decided about one training run, as frozen data that a person can read.
+
+Comes in: what the search decided, or a YAML file. Goes out: a :class:`Plan`, loss-free YAML
+(``Plan.save`` / ``Plan.load``) and a table (``str(plan)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.errors import BadPlanError
+
+if TYPE_CHECKING:
+    from autoplan.hardware import HardwareProfile
+
+RECOMPUTE = ("none", "selective", "full")
+AXES = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model the plan is for; ``fingerprint`` hashes ops, shapes and parameters of the capture."""
+
+    name: str
+    source: str
+    fingerprint: str
+    parameters: int
+    trainable_parameters: int
+    tied_parameters: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained and on how many devices; ``sizes`` are passed to ``example_inputs``."""
+
+    devices: int
+    global_batch: int
+    dtype: str = "bf16"
+    optimizer: str = "adamw"
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    tokens_per_sample: int = 1
+    pins: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of one part's device mesh, outermost first; ranks are laid out pp, then dp, then tp."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.dp * self.tp
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """How one region runs: its layout (a key of ``Plan.layouts``) and what is recomputed in backward."""
+
+    region: str
+    layout: str
+    recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placements of one region class on the tp axis.
+
+    ``parameters`` maps the local name of each parameter (as in the region graph) to ``R`` or
+    ``S(d)``; ``rules`` maps each node of the region graph to ``in,in->out`` in the states of
+    ``autoplan_passes.states`` (nodes not named run replicated). ``kernels`` are fused kernels used.
+    Bytes are those of one micro-batch on one device; ``output_bytes`` is what the next region receives.
+    """
+
+    region_class: str
+    tp: int
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    rules: Mapping[str, str] = field(default_factory=dict[str, str])
+    collectives_forward: Mapping[str, int] = field(default_factory=dict[str, int])
+    collectives_backward: Mapping[str, int] = field(default_factory=dict[str, int])
+    collective_bytes_forward: float = 0.0
+    collective_bytes_backward: float = 0.0
+    replicated_ops: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    output_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One named contributor to the peak, in bytes on one device."""
+
+    name: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """What one stage is predicted to take on one of its devices, per micro-batch and per step."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    tp_communication_s: float
+    gradient_sync_s: float
+    optimizer_s: float
+    sends_bytes: float
+    in_flight: int
+    memory_limit_bytes: float
+    memory_peak_bytes: float
+    memory_items: tuple[MemoryItem, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive regions that run on one rank of the pp axis."""
+
+    regions: tuple[RegionPlan, ...]
+    prediction: StagePrediction | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the model with a mesh of its own (a plain model has one part)."""
+
+    name: str
+    mesh: Mesh
+    micro_batch: int
+    microbatches: int
+    schedule: str
+    zero: int
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The forecast of one training step of the whole plan; ``breakdown_s`` sums to ``step_time_s``."""
+
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float
+    model_flops: float
+    breakdown_s: Mapping[str, float]
+    estimated_inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How far the plan can be from the best one: ``bound_s`` is a proved lower bound over the space."""
+
+    objective_s: float
+    bound_s: float
+    gap: float
+    meshes_considered: int
+    meshes_solved: int
+    wall_s: float
+    space: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided about one training run. Build with ``autoplan.search``; never edit in place."""
+
+    model: ModelIdentity
+    hardware: str
+    hardware_fingerprint: str
+    workload: Workload
+    parts: tuple[Part, ...]
+    layouts: Mapping[str, Layout]
+    prediction: Prediction | None = None
+    certificate: Certificate | None = None
+    assumptions: tuple[str, ...] = ()
+    wall_s: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as YAML that a person can read and that refuses to be edited."""
+        from autoplan.plan_file import save_plan
+
+        save_plan(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan, exactly as it was saved; BadPlanError names the field that is wrong or was edited."""
+        from autoplan.plan_file import load_plan
+
+        return load_plan(path)
+
+    def __str__(self) -> str:
+        from autoplan.plan_table import plan_table
+
+        return plan_table(self)
+
+    def require_model(self, fingerprint: str, name: str) -> None:
+        """BadPlanError unless the plan was made for exactly this captured model."""
+        if fingerprint == self.model.fingerprint:
+            return
+        if name != self.model.name:
+            raise _foreign("model.name", self.model.name, name)
+        raise _foreign("model.fingerprint", self.model.fingerprint, fingerprint, "the model changed since")
+
+    def require_hardware(self, profile: HardwareProfile) -> None:
+        """BadPlanError unless the plan was made for this profile as it is now."""
+        if profile.name != self.hardware:
+            raise _foreign("hardware", self.hardware, profile.name)
+        if profile.fingerprint != self.hardware_fingerprint:
+            since = "the profile changed since"
+            raise _foreign("hardware_fingerprint", self.hardware_fingerprint, profile.fingerprint, since)
+
+    def require_sizes(self, sizes: Mapping[str, int]) -> None:
+        """BadPlanError unless the plan was made for these sizes of ``example_inputs``."""
+        for key in sorted({*sizes, *self.workload.sizes}):
+            planned, found = self.workload.sizes.get(key), sizes.get(key)
+            if planned != found:
+                raise _foreign(f"workload.sizes.{key}", planned, found)
+
+
+def _foreign(field_path: str, planned: object, found: object, reason: str = "") -> BadPlanError:
+    because = f" ({reason})" if reason else ""
+    return BadPlanError(
+        f"{field_path}: the plan was made for {planned}, found {found}{because}.\n"
+        "Search again: its times and memory do not hold here."
+    )

@@ -1,0 +1,202 @@
+"""The plan for a person at a terminal: a :class:`Plan` in, tables and bars out, fitted to the width.
+
+Colour follows the terminal and ``NO_COLOR``; a file or a pipe gets plain text 110 columns wide. ``~`` marks
+numbers that rest on estimated inputs of the hardware profile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.plan import Part, Plan, Stage, StagePrediction
+from autoplan.plan_table import heading
+from autoplan.region_runs import fold_regions
+from autoplan.report.palette import RECOMPUTE_STYLE, STAGE_STYLES
+from autoplan.report.summary import fullest_stage
+from autoplan.units import bytes_text, count_text, gib_text, seconds_text
+
+_FILE_WIDTH = 110
+_BAR = 12
+
+
+def print_plan(plan: Plan, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Print the whole report to ``file`` (default: standard output)."""
+    out = sys.stdout if file is None else file
+    if width is None and not out.isatty() and not os.environ.get("COLUMNS", "").isdigit():
+        width = _FILE_WIDTH
+    console = Console(file=out, width=width, highlight=False, soft_wrap=False)
+    console.print(report(plan, console.width, unicode="utf" in (console.encoding or "").lower()))
+
+
+def report(plan: Plan, width: int, *, unicode: bool = True) -> RenderableType:
+    """The report as one renderable; ``unicode=False`` keeps to ASCII."""
+    look = _Look(width, unicode, "~" if plan.prediction and plan.prediction.estimated_inputs else "")
+    blocks: list[RenderableType] = [_head(plan, look)]
+    for part in plan.parts:
+        blocks += [_part_head(part, plan), _stages(part, look)]
+    blocks += [*_peak(plan, look), *_breakdown(plan, look), *_notes(plan)]
+    return Group(*blocks)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How wide, which characters, and the mark of a number that rests on an estimate."""
+
+    width: int
+    unicode: bool
+    mark: str
+
+    def bar(self, share: float, cells: int = _BAR) -> str:
+        """A bar of ``share`` of ``cells``, clipped to 0..1."""
+        full = round(min(max(share, 0.0), 1.0) * cells)
+        done, left = ("█", "░") if self.unicode else ("#", ".")
+        return done * full + left * (cells - full)
+
+    @property
+    def box(self) -> box.Box:
+        return box.SIMPLE_HEAD if self.unicode else box.ASCII2
+
+
+def _head(plan: Plan, look: _Look) -> RenderableType:
+    lines = [Text(heading(plan), style="bold")]
+    if plan.prediction is not None:
+        told = plan.prediction
+        line = Text("step ").append(f"{look.mark}{seconds_text(told.step_time_s)}", style="bold green")
+        line.append(f"   {look.mark}{count_text(told.tokens_per_s)} tokens/s")
+        line.append(f"   MFU {look.mark}{told.mfu:.1%}")
+        lines.append(line)
+    if plan.certificate is not None:
+        proof = plan.certificate
+        lines.append(
+            Text(
+                f"certificate: no plan in the space beats {seconds_text(proof.bound_s)} "
+                f"(gap {proof.gap:.2%}, {proof.meshes_considered} meshes considered, "
+                f"{proof.meshes_solved} solved, {seconds_text(proof.wall_s)})"
+            )
+        )
+        if proof.space:
+            lines.append(Text(f"space: {proof.space}", style="dim"))
+    return Group(*lines)
+
+
+def _part_head(part: Part, plan: Plan) -> Text:
+    mesh, work = part.mesh, plan.workload
+    line = Text(f"\n{part.name}", style="bold")
+    line.append(f"  mesh pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}", style="not bold cyan")
+    rest = (
+        f"  micro-batch {part.micro_batch} x {part.microbatches} (global batch {work.global_batch})"
+        f"  schedule {part.schedule}  ZeRO {part.zero}  {work.dtype} {work.optimizer}"
+    )
+    return line.append(rest, style="not bold")
+
+
+# ---- stages -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One number of a stage, shown from a terminal ``from_width`` columns wide."""
+
+    header: str
+    from_width: int
+    text: Callable[[StagePrediction, _Look], str]
+
+
+_COLUMNS = (
+    _Column("forward", 60, lambda told, look: look.mark + seconds_text(told.forward_s)),
+    _Column("backward", 70, lambda told, look: look.mark + seconds_text(told.backward_s)),
+    _Column("recompute", 100, lambda told, look: look.mark + seconds_text(told.recompute_s)),
+    _Column("in flight", 120, lambda told, look: str(told.in_flight)),
+    _Column("sends", 100, lambda told, look: bytes_text(told.sends_bytes) if told.sends_bytes else ""),
+    _Column("GiB", 0, lambda told, look: gib_text(told.memory_peak_bytes)),
+    _Column("of", 60, lambda told, look: gib_text(told.memory_limit_bytes)),
+    _Column("memory", 90, lambda told, look: look.bar(told.memory_peak_bytes / told.memory_limit_bytes)),
+)
+
+
+def _stages(part: Part, look: _Look) -> Table:
+    columns = [column for column in _COLUMNS if look.width >= column.from_width]
+    table = Table(box=look.box, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("stage", justify="right", no_wrap=True)
+    table.add_column("regions", overflow="fold", min_width=8)
+    table.add_column("recomputed", no_wrap=True)
+    for column in columns:
+        table.add_column(column.header, justify="right", no_wrap=True)
+    for number, stage in enumerate(part.stages):
+        colour = STAGE_STYLES[number % len(STAGE_STYLES)]
+        told = stage.prediction
+        numbers = [column.text(told, look) if told else "" for column in columns]
+        for i, (label, recompute) in enumerate(_run_rows(stage)):
+            first = (Text(str(number), style=colour), *numbers) if i == 0 else ("", *("" for _ in columns))
+            style = RECOMPUTE_STYLE.get(recompute, "")
+            table.add_row(first[0], Text(label, style=colour), Text(recompute, style=style), *first[1:])
+    return table
+
+
+def _run_rows(stage: Stage) -> Iterator[tuple[str, str]]:
+    for run in fold_regions(stage.regions):
+        count = f"  x{len(run.names)}" if len(run.names) > 1 else ""
+        yield f"{run.label}{count}", run.recompute
+
+
+# ---- memory, time, notes ----------------------------------------------------------------------------
+
+
+def _peak(plan: Plan, look: _Look) -> Iterator[RenderableType]:
+    stage = fullest_stage(plan)
+    if stage is None or stage.prediction is None:
+        return
+    told = stage.prediction
+    part = next(part for part in plan.parts if stage in part.stages)
+    number = part.stages.index(stage)
+    whose = f"stage {number}" if len(plan.parts) == 1 else f"stage {number} of {part.name}"
+    peak, limit = gib_text(told.memory_peak_bytes), gib_text(told.memory_limit_bytes)
+    items = {item.name: item.bytes for item in told.memory_items if item.bytes}
+    yield Text(f"memory at the peak of {whose}: {peak} of {limit} GiB a device", style="bold")
+    yield _shares(items, look, lambda value: f"{gib_text(value)} GiB")
+
+
+def _breakdown(plan: Plan, look: _Look) -> Iterator[RenderableType]:
+    if plan.prediction is None or not plan.prediction.breakdown_s:
+        return
+    yield Text("where the step's time goes", style="bold")
+    yield _shares(plan.prediction.breakdown_s, look, lambda value: look.mark + seconds_text(value))
+
+
+def _shares(items: Mapping[str, float], look: _Look, text: Callable[[float], str]) -> RenderableType:
+    """Rows name, value, share and bar, the largest first."""
+    total = sum(items.values()) or 1.0
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold")
+    for _ in range(2):
+        table.add_column(justify="right", no_wrap=True)
+    if look.width >= 60:
+        table.add_column(no_wrap=True, style="cyan")
+    for name, value in sorted(items.items(), key=lambda item: -item[1]):
+        bar = [look.bar(value / total, 20)] if look.width >= 60 else []
+        table.add_row(name, text(value), f"{value / total:.1%}", *bar)
+    return Padding(table, (0, 0, 1, 2), expand=False)
+
+
+def _notes(plan: Plan) -> Iterator[RenderableType]:
+    if plan.assumptions:
+        yield Text("assumed (and the option that changes it)", style="bold")
+        yield from (Padding(Text(line), (0, 0, 0, 2), expand=False) for line in plan.assumptions)
+    if plan.prediction is not None and plan.prediction.estimated_inputs:
+        inputs = ", ".join(plan.prediction.estimated_inputs)
+        yield Text(
+            f"~ rests on numbers that {plan.hardware}'s profile marks as estimated: {inputs}", "yellow"
+        )
+    if plan.wall_s:
+        spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in plan.wall_s.items())
+        yield Text(f"planned in {spent}", style="dim")

@@ -1,0 +1,301 @@
+"""A plan and a model source in, the proof out that the parallel run equals one process: :func:`run_check`.
+
+The reference is the user's model in plain eager PyTorch on the whole global batch. Both start from the
+same weights and data; loss, every gradient (gathered to its whole shape) and the global norm are compared.
+The error of a gradient is ``max|d| / max(max|g_ref|, G / 100)``, G the largest entry of all gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoplan.capture import Capture, ModelSource, capture_module, load_model_source
+from autoplan.errors import AutoplanError, BadInputError
+from autoplan.plan import Part, Plan, Stage
+from autoplan.regions import Region, find_regions
+from autoplan.runtime.exact import in_double, without_dropout
+from autoplan.runtime.forked import run_ranks
+from autoplan.runtime.parallel import ParallelModel
+from autoplan.runtime.prepare import RunProgram, first_samples, prepare, single_part
+from autoplan.runtime.ranks import join_ranks
+from autoplan.runtime.shrink import Shrunk
+from autoplan.runtime.reference import Measured, in_pieces, measure_eager
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
+MOST_RANKS = 8
+NO_DOUBLE = ("not implemented for 'Double'", "expected scalar type", "Expected mat_a to be Float32")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A gradient's name and how far it is from the reference, relative."""
+
+    name: str
+    relative_difference: float
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One plan against one process. ``bitwise`` is None where something is reduced in another order."""
+
+    layout: str
+    recompute: str
+    ok: bool
+    dtype: str
+    tolerance: float
+    ranks: int
+    loss: float
+    loss_reference: float
+    loss_difference: float
+    worst_gradient: Difference
+    grad_norm_difference: float
+    gradients: int
+    global_batch: int
+    bitwise: bool | None
+    wall_s: float
+    notes: tuple[str, ...] = ()
+
+
+def run_check(
+    plan: Plan, source: str | Path | ModelSource, *, dtype: str = "fp64", timeout_s: float = 120.0
+) -> CheckResult:
+    """Check one plan; falls back to fp32 where the model has an op without fp64, and says so.
+
+    Raises :class:`BadInputError` for plans of more than eight ranks.
+    """
+    return Checker(source, plan, dtype=dtype, timeout_s=timeout_s).check(plan)
+
+
+@dataclass
+class Checker:
+    """One model and batch, against which several plans are checked: built, traced and run eagerly once.
+
+    ``plan`` gives sizes and opaque modules; the plans checked must have its global batch. ``shrunk`` trims
+    the model to a shrunk plan.
+    """
+
+    source: str | Path | ModelSource
+    plan: Plan
+    dtype: str = "fp64"
+    timeout_s: float = 120.0
+    seed: int = 0
+    shrunk: Shrunk | None = None
+    notes: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise BadInputError(f"Expected --dtype fp64 or fp32, got {self.dtype!r}.")
+        loaded = self.source if isinstance(self.source, ModelSource) else load_model_source(self.source)
+        self.model_source = loaded
+        torch.set_num_threads(1)  # the ranks are forked: OpenMP's threads would not survive it
+        torch.manual_seed(self.seed)
+        self.model = loaded.build()
+        if self.shrunk:
+            self.shrunk.trim(self.model)
+            self._note(self.shrunk.note)
+        torch.manual_seed(self.seed + 1)
+        self.batch_size = global_batch(single_part(self.plan))
+        self.batch = loaded.example_inputs(self.batch_size, **self.plan.workload.sizes)
+        self._references: dict[int, Measured] = {}
+        self._captures: dict[int, tuple[Capture, tuple[Region, ...]]] = {}
+        self._use(self.dtype)
+
+    def _use(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.model.to(DTYPES[dtype])
+        self.batch = cast_floats(self.batch, DTYPES[dtype])
+        self._references.clear()
+        self._captures.clear()
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def check(self, plan: Plan, layout: str = "", recompute: str = "") -> CheckResult:
+        """One plan against the reference; ``layout`` and ``recompute`` name it in the result."""
+        try:
+            return self._check(plan, layout, recompute)
+        except AutoplanError as error:
+            if self.dtype != "fp64" or not any(words in str(error) for words in NO_DOUBLE):
+                raise
+        self._note("fp32 instead of fp64: an op of the model has no fp64 kernel")
+        self._use("fp32")
+        return self._check(plan, layout, recompute)
+
+    def _check(self, plan: Plan, layout: str, recompute: str) -> CheckResult:
+        started_s = time.perf_counter()
+        part = single_part(plan)
+        self._refuse(part)
+        program = self._prepare(plan)
+        reference = self._reference(1)
+        run = run_ranks(part.mesh.devices, self._body(program), timeout_s=self.timeout_s)[0]
+        loss_difference = relative(run.loss, reference.loss)
+        worst = worst_gradient(run.gradients, reference.gradients)
+        norm_difference = abs(run.norm - reference.norm) / max(reference.norm, 1e-300)
+        bitwise = self._bitwise(program, run)
+        tolerance = TOLERANCE[self.dtype]
+        close = max(loss_difference, worst.relative_difference, norm_difference) <= tolerance
+        return CheckResult(
+            layout=layout or mesh_name(part),
+            recompute=recompute or recompute_name(part),
+            ok=close and bitwise is not False,
+            dtype=self.dtype,
+            tolerance=tolerance,
+            ranks=part.mesh.devices,
+            loss=float(run.loss),
+            loss_reference=float(reference.loss),
+            loss_difference=loss_difference,
+            worst_gradient=worst,
+            grad_norm_difference=norm_difference,
+            gradients=len(reference.gradients),
+            global_batch=self.batch_size,
+            bitwise=bitwise,
+            wall_s=time.perf_counter() - started_s,
+            notes=tuple(self.notes),
+        )
+
+    def _refuse(self, part: Part) -> None:
+        if part.mesh.devices > MOST_RANKS:
+            raise BadInputError(
+                f"`check` runs at most {MOST_RANKS} ranks on the CPU, the plan has {part.mesh.devices}. "
+                "Check a smaller plan of the same kind: add --shrink."
+            )
+        if global_batch(part) != self.batch_size:
+            raise BadInputError(
+                f"Expected a plan for the global batch {self.batch_size}, got one for {global_batch(part)}."
+            )
+
+    def _prepare(self, plan: Plan) -> RunProgram:
+        capture, regions = self._capture(single_part(plan).micro_batch)
+        return prepare(capture, regions, plan, passes=(without_dropout,))
+
+    def _capture(self, micro_batch: int) -> tuple[Capture, tuple[Region, ...]]:
+        if micro_batch not in self._captures:
+            capture = capture_module(
+                self.model,
+                first_samples(self.batch, micro_batch),
+                name=self.plan.model.name,
+                loss_fn=self.model_source.loss,
+                opaque=self.plan.workload.opaque,
+            )
+            capture = in_double(capture) if self.dtype == "fp64" else capture
+            self._captures[micro_batch] = (capture, find_regions(capture))
+        return self._captures[micro_batch]
+
+    def _reference(self, pieces: int) -> Measured:
+        """Eager on the global batch in ``pieces`` micro-batches, in order."""
+        if pieces not in self._references:
+            batches = in_pieces(self.batch, self.batch_size, pieces)
+            self._references[pieces] = measure_eager(
+                self.model_source, self.model, batches, DTYPES[self.dtype], self.timeout_s
+            )
+        return self._references[pieces]
+
+    def _body(self, program: RunProgram) -> Any:
+        def body(rank: int) -> Measured | None:
+            torch.set_default_dtype(DTYPES[self.dtype])
+            parallel = ParallelModel(program, self.model, join_ranks(program.part.mesh))
+            loss = parallel.step(self.batch)
+            gradients, norm = parallel.gradients(), parallel.grad_norm()
+            return Measured(loss, gradients, float(norm)) if rank == 0 else None
+
+        return body
+
+    def _bitwise(self, program: RunProgram, run: Measured) -> bool | None:
+        """Equal to the last bit with one process on the same micro-batches in order; None if not expected.
+
+        Tensor and data parallelism add up in another order, and so does a tied parameter with homes on
+        several stages once there are several micro-batches. Where the trace swapped a kernel (a causal
+        mask for a flag), one process runs the traced program instead of the user's model.
+        """
+        part = program.part
+        if part.mesh.dp > 1 or part.mesh.tp > 1 or (program.tied and part.microbatches > 1):
+            return None
+        if same_bits(run, self._reference(part.microbatches)):
+            return True
+        self._note("bits are compared with the traced program in one process: tracing changed a kernel")
+        alone = self._prepare(on_one_stage(program.plan))
+        return same_bits(run, run_ranks(1, self._body(alone), timeout_s=self.timeout_s)[0])
+
+
+def same_bits(one: Measured, other: Measured) -> bool:
+    """Whether loss and every gradient are equal to the last bit."""
+    same = all(torch.equal(one.gradients[name], gradient) for name, gradient in other.gradients.items())
+    return same and torch.equal(one.loss, other.loss)
+
+
+def on_one_stage(plan: Plan) -> Plan:
+    """The plan with all regions on one stage and nothing recomputed."""
+    part = single_part(plan)
+    regions = tuple(replace(entry, recompute="none") for stage in part.stages for entry in stage.regions)
+    mesh = replace(part.mesh, pp=1)
+    return replace(plan, parts=(replace(part, mesh=mesh, stages=(Stage(regions),)),))
+
+
+def global_batch(part: Part) -> int:
+    """Samples of one step."""
+    return part.micro_batch * part.microbatches * part.mesh.dp
+
+
+def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in ``dtype``."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    if isinstance(batch, Mapping):
+        return {str(key): cast(value) for key, value in batch.items()}
+    return tuple(cast(value) for value in batch)
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|value - reference| / |reference|`` of two scalars."""
+    return float((value.double() - reference.double()).abs() / reference.double().abs().clamp(min=1e-300))
+
+
+def worst_gradient(
+    gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+) -> Difference:
+    """The gradient farthest from its reference, by the measure in the module's docstring."""
+    largest = max((float(g.abs().max()) for g in reference.values() if g.numel()), default=0.0)
+    worst = Difference("", 0.0)
+    for name, expected in reference.items():
+        if name not in gradients:
+            found = 0.0 if not expected.any() else float("inf")
+        elif not expected.numel():
+            found = 0.0
+        else:
+            scale = max(float(expected.abs().max()), 1e-2 * largest, 1e-300)
+            found = float((gradients[name].double() - expected.double()).abs().max()) / scale
+        if not found <= worst.relative_difference:  # also where it is NaN
+            worst = Difference(name, found)
+    return worst
+
+
+def mesh_name(part: Part) -> str:
+    """``pp2xtp2``: the axes above 1."""
+    degrees = {"pp": part.mesh.pp, "dp": part.mesh.dp, "tp": part.mesh.tp}
+    return "x".join(f"{axis}{size}" for axis, size in degrees.items() if size > 1) or "one"
+
+
+def recompute_name(part: Part) -> str:
+    """The recompute kinds of the part's regions, joined by ``+``."""
+    kinds = {entry.recompute for stage in part.stages for entry in stage.regions}
+    return "+".join(kind for kind in ("none", "selective", "full") if kind in kinds)
+
+
+def with_recompute(plan: Plan, recompute: str) -> Plan:
+    """The plan with one recompute kind for every region."""
+    part = single_part(plan)
+    stages = tuple(
+        replace(stage, regions=tuple(replace(entry, recompute=recompute) for entry in stage.regions))
+        for stage in part.stages
+    )
+    return replace(plan, parts=(replace(part, stages=stages),))

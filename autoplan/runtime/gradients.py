@@ -1,0 +1,167 @@
+"""The gradients of one rank after its last micro-batch in, gradients every rank agrees on out.
+
+Three things are left to do then: the mean over data-parallel replicas, the sum over the places where a
+tied parameter lives, and one norm for the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoplan.runtime.prepare import Home
+from autoplan.runtime.ranks import Ranks
+from autoplan_passes.states import State, cut_tensor, join_tensors, parse_state
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter on this rank and the home it has here."""
+
+    home: Home
+    parameter: nn.Parameter
+
+    @property
+    def state(self) -> State:
+        return parse_state(self.home.placement)
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter with several homes: all of them, those here, and the group of the stages that have one."""
+
+    homes: tuple[Home, ...]
+    owned: tuple[Owned, ...]
+    group: dist.ProcessGroup | None
+    kept: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
+
+    @property
+    def placed_alike(self) -> bool:
+        return len({home.placement for home in self.homes}) == 1
+
+
+def mean_over_replicas(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Average the gradients over the dp axis, in buckets of one dtype."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for bucket in _buckets(gradients):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=ranks.group("dp"))
+        flat /= ranks.shape.dp
+        for gradient, piece in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
+            gradient.copy_(piece)
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        held = sum(other.nbytes for other in bucket)
+        if bucket and (bucket[0].dtype != gradient.dtype or held + gradient.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def set_aside(tied: Iterable[TiedParameter]) -> None:
+    """Before a step: put gradients of tied parameters aside, so that only new ones are summed over homes."""
+    for parameter in tied:
+        parameter.kept[:] = [owned.parameter.grad for owned in parameter.owned]
+        for owned in parameter.owned:
+            owned.parameter.grad = None
+
+
+def sum_over_homes(tied: Iterable[TiedParameter], ranks: Ranks) -> None:
+    """After a step: every home of a tied parameter gets the sum of all homes' gradients."""
+    for parameter in tied:
+        if parameter.owned:
+            (_sum_alike if parameter.placed_alike else _sum_whole)(parameter, ranks)
+            for owned, kept in zip(parameter.owned, parameter.kept):
+                if kept is not None and owned.parameter.grad is not None:
+                    owned.parameter.grad += kept
+        parameter.kept.clear()
+
+
+def _sum_alike(tied: TiedParameter, ranks: Ranks) -> None:
+    # Homes on one stage share one storage when placed alike, so there is exactly one here.
+    gradient = _gradient(tied.owned[0].parameter)
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    dist.all_reduce(local, group=tied.group)
+
+
+def _sum_whole(tied: TiedParameter, ranks: Ranks) -> None:
+    total = sum(whole_tensor(_gradient(owned.parameter), owned.state, ranks) for owned in tied.owned)
+    assert isinstance(total, torch.Tensor)
+    if tied.group is not None:
+        dist.all_reduce(total, group=tied.group)
+    for owned in tied.owned:
+        store_whole(_gradient(owned.parameter), total, owned.state, ranks)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def store_whole(place: torch.Tensor, whole: torch.Tensor, state: State, ranks: Ranks) -> None:
+    """Write this rank's piece of a whole tensor into a parameter or gradient. Collective under ZeRO."""
+    store_local(place, cut_tensor(whole, state, ranks.tp, ranks.shape.tp).contiguous())
+
+
+def store_local(place: torch.Tensor, piece: torch.Tensor) -> None:
+    """Write a tp piece into ``place``, of which this replica may hold a shard alone (then collective)."""
+    if isinstance(place, DTensor):
+        shard = distribute_tensor(piece, place.device_mesh, place.placements)
+        place.to_local().copy_(shard.to_local())
+    else:
+        place.copy_(piece)
+
+
+def whole_tensor(value: torch.Tensor, state: State, ranks: Ranks) -> torch.Tensor:
+    """This rank's piece to the whole tensor: gathered over dp (ZeRO-3 shards) and tp. Collective."""
+    local = value.full_tensor() if isinstance(value, DTensor) else value
+    if not state.is_shard or ranks.shape.tp == 1:
+        return local.clone()
+    pieces = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks.shape.tp)]
+    dist.all_gather(pieces, local.contiguous(), group=ranks.group("tp"))
+    return join_tensors(pieces, state)
+
+
+def global_norm(owned: Iterable[Owned], first_homes: frozenset[Home], ranks: Ranks) -> torch.Tensor:
+    """The 2-norm of all gradients of the model, each parameter counted once over pp, dp, tp and ties."""
+    squares: list[torch.Tensor] = []
+    for item in owned:
+        gradient = item.parameter.grad
+        if gradient is None or item.home not in first_homes:
+            continue
+        sharded = isinstance(gradient, DTensor)
+        counts = (item.state.is_shard or ranks.tp == 0) and (sharded or ranks.dp == 0)
+        if counts:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            squares.append(_square_sum(local))
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)
+    total = total.to(torch.float64)
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _square_sum(value: torch.Tensor) -> torch.Tensor:
+    wide = value if value.dtype == torch.float64 else value.float()
+    return wide.square().sum()
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply every gradient in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            local.mul_(factor.to(local.dtype))

@@ -1,0 +1,104 @@
+"""A stage's source and the user's model in, the stage as a live module with this rank's weights out."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.errors import BadInputError
+from autoplan_codegen.stage import StageSource
+from autoplan_passes.states import cut_tensor, parse_state
+
+Cut = Callable[[torch.Tensor, str], torch.Tensor]
+
+
+def import_stage(source: StageSource, index: int, directory: Path | None = None) -> ModuleType:
+    """Run a stage's source as a module; written to ``directory`` (``stage_K.py``) where one is given."""
+    filename = f"<autoplan stage_{index}.py>"
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"stage_{index}.py"
+        path.write_text(source.text)
+        filename = str(path)
+    linecache.cache[filename] = (len(source.text), None, source.text.splitlines(True), filename)
+    module = ModuleType(f"autoplan_stage_{index}")
+    module.__file__ = filename
+    exec(compile(source.text, filename, "exec"), module.__dict__)
+    return module
+
+
+def build_stage(
+    module: ModuleType,
+    source: StageSource,
+    tensors: Mapping[str, torch.Tensor],
+    constants: Mapping[str, torch.Tensor],
+    *,
+    tp: int,
+    tp_rank: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """The stage with the user's weights, each cut to this rank's piece and moved to ``device``.
+
+    ``dtype`` is what floating-point tensors become (None: as in the user's model).
+    """
+    module.DEVICE = device
+    with torch.device("meta"):
+        stage: nn.Module = module.Stage()
+    for row in source.parameters:
+        whole = _value(tensors, row.name)
+        piece = cut_tensor(_as(whole.detach(), dtype), parse_state(row.placement), tp_rank, tp)
+        copied = piece.to(device=device, copy=True).contiguous()
+        set_tensor(stage, row.path, nn.Parameter(copied, requires_grad=whole.requires_grad))
+    for path, home in source.tied_paths.items():
+        set_tensor(stage, path, tensor_at(stage, home))
+    for path, name in source.buffers.items():
+        value = _value({**constants, **tensors}, name)
+        set_tensor(stage, path, _as(value.detach(), dtype).to(device=device, copy=True))
+    return stage
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a model by every name they have; refuses a model without weights."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    tensors.update(model.named_parameters(remove_duplicate=False))
+    empty = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
+    if empty is not None:
+        raise BadInputError(
+            f"Expected a model with weights, but {empty} is on the meta device and has none.\n"
+            "Build the model without `torch.device('meta')` and pass it again."
+        )
+    return tensors
+
+
+def tensor_at(module: nn.Module, path: str) -> Any:
+    """The parameter or buffer at a dotted attribute path."""
+    owner, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def set_tensor(module: nn.Module, path: str, value: torch.Tensor) -> None:
+    """Replace the parameter or buffer at a dotted attribute path."""
+    owner, _, name = path.rpartition(".")
+    place = module.get_submodule(owner)
+    table = place._parameters if isinstance(value, nn.Parameter) else place._buffers
+    table[name] = value  # type: ignore[assignment]  # nn.Module types the two tables differently
+
+
+def _value(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name not in tensors:
+        raise BadInputError(
+            f"The plan's code needs {name}, which the model does not have (it has {len(tensors)} tensors, "
+            f"such as {', '.join(list(tensors)[:3])}). Pass the model that the plan was made for."
+        )
+    return tensors[name]
+
+
+def _as(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -1,0 +1,206 @@
+"""A plain model and a plan in, the rank's share of a parallel training run out: :func:`parallelize`.
+
+What a rank runs is the generated code of its stage; this module feeds it micro-batches, and brings loss
+and gradients together, so that a training loop around ``ParallelModel.step`` sees one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoplan.plan import Plan
+from autoplan.runtime.batch import micro_batches
+from autoplan.runtime.gradients import (
+    Owned,
+    TiedParameter,
+    global_norm,
+    mean_over_replicas,
+    scale_gradients,
+    set_aside,
+    store_whole,
+    sum_over_homes,
+    whole_tensor,
+)
+from autoplan.runtime.load import build_stage, import_stage, model_tensors, set_tensor, tensor_at
+from autoplan.runtime.pipeline import LossRunner, Pipeline
+from autoplan.runtime.prepare import Home, RunProgram, single_part, trace_and_prepare
+from autoplan.runtime.ranks import Ranks, join_ranks, tied_group
+from autoplan.runtime.sharded import shard_over_replicas
+
+
+class ParallelModel:
+    """One rank's share of a model under a plan. Make it with :func:`parallelize`.
+
+    The optimizer takes ``parameters()``: local pieces, updated where they are. Methods marked
+    *collective* must be called by every rank.
+    """
+
+    def __init__(self, program: RunProgram, model: nn.Module, ranks: Ranks, stages_dir: Path | None = None) -> None:
+        self.program, self.ranks, self.rank, self.mesh = program, ranks, ranks.rank, ranks.mesh
+        source = program.sources[ranks.pp]
+        tensors = model_tensors(model)
+        self._module = import_stage(source, ranks.pp, stages_dir)
+        if hasattr(self._module, "bind"):
+            self._module.bind({"tp": ranks.group("tp")})
+        self.stage = build_stage(
+            self._module,
+            source,
+            tensors,
+            program.constants,
+            tp=ranks.shape.tp,
+            tp_rank=ranks.tp,
+            device=ranks.device,
+            dtype=None,
+        )
+        self._state_names = _state_names(model, tensors)
+        planned = {home.name for home in program.homes}
+        self._plain_state = {
+            name: tensors[name].detach().cpu().clone()
+            for name, canonical in self._state_names.items()
+            if canonical not in planned
+        }
+        self._sharded = program.part.zero > 0 and ranks.shape.dp > 1
+        if self._sharded:
+            shard_over_replicas(self.stage, source, ranks, program.part.zero)
+        self._owned = tuple(self._own(home) for home in program.homes if home.stage == ranks.pp)
+        self._tied = tuple(self._tie(name) for name in program.tied)
+        first = {home.name: home for home in reversed(program.homes)}
+        self._first_homes = frozenset(first.values())
+        runner = Pipeline if ranks.shape.pp > 1 else LossRunner
+        self._runner = runner(self.stage, program, ranks)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Forward and backward of one global batch (*collective*); returns the mean loss, the same on all ranks.
+
+        Every rank passes the whole global batch and takes its share. Gradients are added to ``.grad``,
+        already summed and averaged over the ranks. :class:`BadInputError` if the batch does not fit the plan.
+        """
+        pieces = micro_batches(self.program, batch, self.ranks.dp, self.ranks.device)
+        set_aside(self._tied)
+        loss = self._runner.run(pieces)
+        if self.ranks.shape.dp > 1:
+            if not self._sharded:
+                mean_over_replicas(self.parameters(), self.ranks)
+            dist.all_reduce(loss, group=self.ranks.group("dp"))
+            loss /= self.ranks.shape.dp
+        sum_over_homes(self._tied, self.ranks)
+        if self.ranks.shape.pp > 1:
+            last = self.ranks.rank_at(pp=self.ranks.shape.pp - 1)
+            dist.broadcast(loss, src=last, group=self.ranks.group("pp"))
+        return loss
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by their names in the user's model."""
+        for owned in self._owned:
+            yield owned.home.name, owned.parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, for the optimizer."""
+        for owned in self._owned:
+            yield owned.parameter
+
+    def zero_grad(self) -> None:
+        """Forget all gradients of this rank."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def train(self) -> ParallelModel:
+        """The model itself: how it trains was fixed when it was traced."""
+        return self
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global 2-norm is at most ``max_norm`` (*collective*).
+
+        Returns the norm before, each parameter counted once, as ``torch.nn.utils.clip_grad_norm_`` would.
+        """
+        norm = self.grad_norm()
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        scale_gradients(self.parameters(), factor)
+        return norm
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients of the model (*collective*)."""
+        return global_norm(self._owned, self._first_homes, self.ranks)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state as the user's model has it, on the CPU of every rank (*collective*)."""
+        whole = self._gather(gradients=False)
+        state: dict[str, torch.Tensor] = {}
+        for name, canonical in self._state_names.items():
+            state[name] = whole[canonical] if canonical in whole else self._plain_state[name]
+        return state
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Every parameter's whole gradient by name, on the CPU of every rank (*collective*)."""
+        return self._gather(gradients=True)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Set this rank's pieces from a whole state (as :meth:`state_dict` gives it)."""
+        for owned in self._owned:
+            with torch.no_grad():
+                store_whole(owned.parameter, state[owned.home.name].to(self.ranks.device), owned.state, self.ranks)
+
+    def _gather(self, *, gradients: bool) -> dict[str, torch.Tensor]:
+        whole: dict[str, torch.Tensor] = {}
+        for home in sorted(self._first_homes, key=lambda home: (home.stage, home.path)):
+            facts = self.program.parameters[home.name]
+            if gradients and not facts.differentiable:
+                continue
+            value = torch.empty(facts.shape, dtype=self._dtype(home), device=self.ranks.device)
+            if home.stage == self.ranks.pp:
+                owned = next(item for item in self._owned if item.home == home)
+                own = owned.parameter.grad if gradients else owned.parameter.detach()
+                own = torch.zeros_like(owned.parameter) if own is None else own
+                value = whole_tensor(own, owned.state, self.ranks)
+            if self.ranks.shape.pp > 1:
+                value = value.contiguous()
+                dist.broadcast(value, src=self.ranks.rank_at(pp=home.stage), group=self.ranks.group("pp"))
+            whole[home.name] = value.cpu()
+        return whole
+
+    def _dtype(self, home: Home) -> torch.dtype:
+        return self.program.parameters[home.name].dtype
+
+    def _own(self, home: Home) -> Owned:
+        return Owned(home, tensor_at(self.stage, home.path))
+
+    def _tie(self, name: str) -> TiedParameter:
+        homes = self.program.homes_of(name)
+        stages = sorted({home.stage for home in homes})
+        group = tied_group(self.ranks, stages) if len(stages) > 1 else None
+        return TiedParameter(homes, tuple(o for o in self._owned if o.home in homes), group)
+
+
+def _state_names(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Every key of the user's ``state_dict`` -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            first.setdefault(id(tensor), name)
+    return {name: first.get(id(tensors.get(name)), name) for name in model.state_dict()}
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Any = None,
+    stages_dir: Path | str | None = None,
+) -> ParallelModel:
+    """Make this process one rank of ``model`` trained under ``plan``.
+
+    ``example_inputs`` is any batch (dict or tuple) that holds at least one micro-batch; without it the
+    plan's own model file makes one. ``loss_fn(outputs, inputs)`` is needed where the model does not return
+    its loss. ``stages_dir`` is where the rank's code is written. Start one process per device
+    (``torchrun``); the process groups are made here if they are not there. The user's model is only read.
+    """
+    ranks = join_ranks(single_part(plan).mesh)
+    program = trace_and_prepare(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
+    return ParallelModel(program, model, ranks, Path(stages_dir) if stages_dir else None)

@@ -1,0 +1,261 @@
+"""A captured model and a plan in, everything its ranks run out: a :class:`RunProgram` with stage sources.
+
+Nothing here communicates or holds weights: one process can prepare for all ranks, or every rank for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoplan.capture import capture_module, load_model_source
+from autoplan.capture.program import Capture
+from autoplan.errors import BadInputError, BadPlanError
+from autoplan.plan import Layout, Part, Plan
+from autoplan.regions import Region, find_regions, region_graph
+from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
+from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
+
+GraphPass = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Shape at the rank's micro-batch, dtype, and whether gradients flow through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class UserInput:
+    """One entry of the batch: the capture's placeholder and the keyword or position it is given by."""
+
+    name: str
+    keyword: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Home:
+    """One place where a parameter lives: the stage, the attribute path there, its tp placement."""
+
+    name: str
+    stage: int
+    path: str
+    placement: str
+
+
+@dataclass(frozen=True)
+class RunProgram:
+    """What the ranks of one part run. ``homes`` lists every parameter, tied ones once a place."""
+
+    plan: Plan
+    part: Part
+    stages: tuple[StageProgram, ...]
+    sources: tuple[StageSource, ...]
+    inputs: tuple[UserInput, ...]
+    values: Mapping[str, TensorFacts]
+    homes: tuple[Home, ...]
+    parameters: Mapping[str, TensorFacts]
+    constants: Mapping[str, torch.Tensor]
+    loss_dtype: torch.dtype
+
+    def homes_of(self, name: str) -> tuple[Home, ...]:
+        return tuple(home for home in self.homes if home.name == name)
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Parameters with several storages, whose gradients are summed over them."""
+        names = [home.name for home in self.homes]
+        return tuple(name for name in dict.fromkeys(names) if names.count(name) > 1)
+
+
+def trace_and_prepare(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    passes: Sequence[GraphPass] = (),
+) -> RunProgram:
+    """Trace ``model`` at the plan's micro-batch and prepare it; see :func:`autoplan.runtime.parallelize`."""
+    part = single_part(plan)
+    if example_inputs is None:
+        source = load_model_source(plan.model.source)
+        example_inputs, loss_fn = source.example_inputs(part.micro_batch, **plan.workload.sizes), source.loss
+    capture = capture_module(
+        model,
+        first_samples(example_inputs, part.micro_batch),
+        name=plan.model.name,
+        loss_fn=loss_fn,
+        opaque=plan.workload.opaque,
+    )
+    return prepare(capture, find_regions(capture), plan, passes=passes)
+
+
+def first_samples(inputs: Any, count: int) -> Any:
+    """The first ``count`` samples of example inputs, each tensor a copy of its own.
+
+    The batch size is dim 0 of the first tensor; tensors whose dim 0 is a multiple of it are cut in step.
+    (Two inputs that share memory would be traced as one.)
+    """
+    values = list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)
+    batch = next((int(v.shape[0]) for v in values if isinstance(v, torch.Tensor) and v.dim()), 1)
+    if batch < count:
+        raise BadInputError(
+            f"Expected example inputs of at least one micro-batch ({count} samples), got {batch}. "
+            "Pass a larger batch as example_inputs."
+        )
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        whole = not value.dim() or value.shape[0] % batch
+        return value.clone() if whole else value[: value.shape[0] // batch * count].clone()
+
+    if isinstance(inputs, Mapping):
+        return {str(key): cut(value) for key, value in inputs.items()}
+    return tuple(cut(value) for value in values)
+
+
+def single_part(plan: Plan) -> Part:
+    """The plan's only part; :class:`BadPlanError` for plans with several."""
+    if len(plan.parts) != 1:
+        names = ", ".join(part.name for part in plan.parts)
+        raise BadPlanError(
+            f"Expected a plan of one part to run, this one has {len(plan.parts)}: {names}.\n"
+            "Search again without giving parts of the model a mesh of their own."
+        )
+    return plan.parts[0]
+
+
+def prepare(
+    capture: Capture, regions: Sequence[Region], plan: Plan, *, passes: Sequence[GraphPass] = ()
+) -> RunProgram:
+    """Shard, cut into stages and write the code. ``capture`` is traced at the part's micro-batch.
+
+    ``passes`` rewrite each region graph before it is sharded.
+    """
+    part = single_part(plan)
+    programs = split_stages(capture, regions, part)
+    graphs = local_graphs(capture, programs, plan, passes)
+    facts = stage_facts(capture, plan, part)
+    sources = tuple(emit_stage(program, graphs, facts) for program in programs)
+    differentiable = differentiable_values(capture)
+    crossing = {name for program in programs for name in program.receives}
+    return RunProgram(
+        plan=plan,
+        part=part,
+        stages=programs,
+        sources=sources,
+        inputs=user_inputs(capture),
+        values={n.name: _facts(n, differentiable) for n in capture.graph.nodes if n.name in crossing},
+        homes=tuple(
+            Home(row.name, program.index, row.path, row.placement)
+            for program, source in zip(programs, sources)
+            for row in source.parameters
+        ),
+        parameters={
+            name: TensorFacts(info.shape, info.dtype, info.trainable)
+            for name, info in capture.parameters.items()
+            if not info.is_buffer
+        },
+        constants=capture.constants,
+        loss_dtype=next(n for n in capture.graph.nodes if n.name == capture_loss(capture)).meta["val"].dtype,
+    )
+
+
+def local_graphs(
+    capture: Capture, programs: Sequence[StageProgram], plan: Plan, passes: Sequence[GraphPass] = ()
+) -> dict[GraphKey, fx.GraphModule]:
+    """The graph one rank runs for every distinct (region class, layout) of the plan."""
+    calls: dict[GraphKey, RegionCall] = {}
+    for program in programs:
+        for call in program.calls:
+            calls.setdefault(call.graph_key, call)
+    return {key: _local_graph(capture, call, plan, passes) for key, call in calls.items()}
+
+
+def _local_graph(
+    capture: Capture, call: RegionCall, plan: Plan, passes: Sequence[GraphPass]
+) -> fx.GraphModule:
+    from autoplan_passes.shard import shard_region
+
+    part = single_part(plan)
+    graph = region_graph(capture, call.region, part.micro_batch)
+    for rewrite in passes:
+        graph = rewrite(graph)
+    if call.layout and call.layout not in plan.layouts:
+        raise BadPlanError(
+            f"Region {call.region.name} uses the layout {call.layout!r}, which the plan does not hold "
+            f"(it has {', '.join(plan.layouts) or 'none'}). Search again: autoplan search MODEL.py"
+        )
+    layout = plan.layouts.get(call.layout) or Layout(call.region.class_id, part.mesh.tp)
+    return shard_region(graph, layout)
+
+
+def stage_facts(capture: Capture, plan: Plan, part: Part) -> StageFacts:
+    """The facts that the docstrings of the stage files state."""
+    mesh = part.mesh
+    return StageFacts(
+        model=plan.model.name,
+        mesh=f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}",
+        micro_batch=part.micro_batch,
+        layouts={key: layout_line(layout) for key, layout in plan.layouts.items()},
+        input_keywords={item.name: keyword_name(item) for item in user_inputs(capture)},
+        frozen=frozenset(name for name, info in capture.parameters.items() if not info.trainable),
+    )
+
+
+def layout_line(layout: Layout) -> str:
+    """``tp 2: qkv.weight S(0), out.weight S(1); forward 2 all_reduce`` (empty where nothing is cut)."""
+    if layout.tp == 1:
+        return ""
+    cuts = ", ".join(f"{name.removeprefix('p_')} {state}" for name, state in layout.parameters.items() if state != "R")
+    counts = ", ".join(f"{count} {kind}" for kind, count in layout.collectives_forward.items() if count)
+    return f"tp {layout.tp}: {cuts or 'nothing cut'}{f'; forward {counts}' if counts else ''}"
+
+
+def user_inputs(capture: Capture) -> tuple[UserInput, ...]:
+    """The entries of the batch that the graph reads."""
+    return tuple(
+        UserInput(node.name, str(node.meta["source"]), tuple(node.meta["val"].shape), node.meta["val"].dtype)
+        for node in capture.graph.nodes
+        if node.meta.get("kind") == "input" and isinstance(node.meta.get("val"), torch.Tensor)
+    )
+
+
+def keyword_name(item: UserInput) -> str:
+    """The Python name a stage takes an input by."""
+    return item.keyword if item.keyword.isidentifier() else item.name
+
+
+def differentiable_values(capture: Capture) -> frozenset[str]:
+    """Names of floating-point nodes through which a trainable parameter gets its gradient."""
+    found: set[str] = set()
+    for node in capture.graph.nodes:
+        if node.op == "placeholder":
+            trained = node.meta.get("kind") == "parameter" and capture.parameters[node.meta["source"]].trainable
+        else:
+            trained = any(source.name in found for source in node.all_input_nodes)
+        if trained and _is_floating(node.meta.get("val")):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _is_floating(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_is_floating(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _facts(node: fx.Node, differentiable: frozenset[str]) -> TensorFacts:
+    value = node.meta["val"]
+    return TensorFacts(tuple(value.shape), value.dtype, node.name in differentiable)

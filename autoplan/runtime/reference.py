@@ -1,0 +1,62 @@
+"""A model and a batch in, loss and gradients of plain eager PyTorch in one process out: what `check` trusts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.capture import ModelSource
+from autoplan.runtime.exact import eager_exactly
+from autoplan.runtime.forked import run_ranks
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Loss, every gradient by the parameter's name, and the norm of all gradients."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    norm: float
+
+
+def measure_eager(
+    source: ModelSource, model: nn.Module, batches: Sequence[Any], dtype: torch.dtype, timeout_s: float
+) -> Measured:
+    """Mean loss and gradients over ``batches``, run one after the other in a forked process."""
+
+    def body(rank: int) -> Measured:
+        with eager_exactly(model, dtype):
+            total = torch.zeros((), dtype=dtype)
+            for batch in batches:
+                loss = source.run(model, batch)
+                (loss / len(batches)).backward()
+                total = total + loss.detach() / len(batches)
+        gradients = {n: _gradient(p) for n, p in model.named_parameters() if p.requires_grad}
+        return Measured(total, gradients, norm_of(gradients))
+
+    return run_ranks(1, body, timeout_s=timeout_s)[0]
+
+
+def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:
+    """The 2-norm over all gradients."""
+    return sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def in_pieces(batch: Any, samples: int, pieces: int) -> list[Any]:
+    """A global batch of ``samples`` cut into ``pieces`` along dim 0; tensors without the batch dim stay whole."""
+
+    def piece(value: Any, index: int) -> Any:
+        whole = not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] % samples
+        return value if whole else value.chunk(pieces)[index]
+
+    if isinstance(batch, Mapping):
+        return [{str(k): piece(v, index) for k, v in batch.items()} for index in range(pieces)]
+    return [tuple(piece(v, index) for v in batch) for index in range(pieces)]

@@ -1,0 +1,111 @@
+"""A model as a chain of priced regions, at one mesh and micro-batch: what the stage search works on.
+
+Comes in: times and bytes of every region. Goes out: :class:`Chain`, its runs of equal regions, and a lower
+bound on its pipeline's time in closed form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class ChainItem:
+    """One region at one mesh and micro-batch; tuples follow ``plan.RECOMPUTE`` (none, selective, full).
+
+    ``extra_s`` is added to ``backward_s`` (``inf``: not allowed); ``static_bytes`` are states,
+    ``gathered_bytes`` what a ZeRO-3 unit needs whole while it runs; ``output_bytes`` cross a stage boundary
+    after it; ``side`` names inputs (masks, tables) kept once per stage and micro-batch; ``sync_s`` and
+    ``update_s`` are its share, at least, of what its stage spends once a step on gradients and optimizer.
+    """
+
+    key: str
+    forward_s: float
+    backward_s: float
+    extra_s: tuple[float, float, float]
+    saved_bytes: tuple[float, float, float]
+    transient_bytes: tuple[float, float, float]
+    static_bytes: float
+    gathered_bytes: float = 0.0
+    output_bytes: float = 0.0
+    side: tuple[tuple[str, float], ...] = ()
+    sync_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """All regions in order, the memory limit of a stage, and parameters that two regions share.
+
+    ``shared`` holds (region a, region b, bytes): counted once when both are on one stage. ``hop_s`` is the
+    least latency between two stages.
+    """
+
+    items: tuple[ChainItem, ...]
+    limit_bytes: float
+    microbatches: int
+    stages: int
+    shared: tuple[tuple[int, int, float], ...] = ()
+    hop_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``ends[s]`` is one past the last region of stage s; ``recompute`` names one option per region."""
+
+    ends: tuple[int, ...]
+    recompute: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Cuts worth simulating and ``bound_s``, below which no cut of this chain can run; empty: none fits."""
+
+    cuts: tuple[Cut, ...]
+    bound_s: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive equal regions: kind, how many, and the index of the first."""
+
+    key: str
+    length: int
+    first: int
+
+
+def find_runs(chain: Chain) -> tuple[Run, ...]:
+    """Equal neighbours; a region that shares a parameter with another stands alone."""
+    alone = {index for a, b, _ in chain.shared for index in (a, b)}
+    runs: list[Run] = []
+    for i, item in enumerate(chain.items):
+        last = runs[-1] if runs else None
+        joined = last is not None and last.key == item.key and i not in alone and (i - 1) not in alone
+        if last is not None and joined:
+            runs[-1] = Run(last.key, last.length + 1, last.first)
+        else:
+            runs.append(Run(item.key, 1, i))
+    return tuple(runs)
+
+
+def quick_bound_s(chain: Chain) -> float:
+    """A lower bound in closed form, from total times alone (no memory).
+
+    With S = sum of t over all regions: for any cut, T >= m t_s + sum_{j<s} t_j gives
+    T >= S / (1 - (1 - 1/m)^p); and for m >= p the rows of the module's formula, with f_s <= phi t_s,
+    give t_s <= (T - S) / ((m-1) - (p-1-s) phi), so T >= S (1 + 1/H) with H the sum of those fractions.
+    Then the first stage still syncs its first region at least, and a stage updates its share.
+    """
+    totals = [item.forward_s + item.backward_s + min(item.extra_s) for item in chain.items]
+    total_s, m, p = sum(totals), chain.microbatches, chain.stages
+    bound_s = total_s / (1 - (1 - 1 / m) ** p) if m > 1 else total_s
+    if m >= p and m > 1:
+        phi = max((item.forward_s / t for item, t in zip(chain.items, totals) if t > 0), default=0.5)
+        spans = [(m - 1) - (p - 1 - s) * min(phi, 1.0) for s in range(p)]
+        if min(spans) > 0:
+            bound_s = max(bound_s, total_s * (1 + 1 / sum(1 / span for span in spans)))
+    syncs = [item.sync_s for item in chain.items[: len(chain.items) if p == 1 else 1]]
+    updates_s = sum(item.update_s for item in chain.items) / p
+    return max(bound_s, m * max(totals)) + sum(syncs) + updates_s

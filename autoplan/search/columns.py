@@ -1,0 +1,207 @@
+"""Stage boundaries and recompute for one mesh: columns of consecutive regions, chosen by a MIP.
+
+Comes in: a :class:`Chain` of priced regions. Goes out: a :class:`Cut` (boundaries and the recompute of
+every region) and a proved lower bound on the time of the pipeline.
+
+Equal neighbours form a *run*. A *column* is (stage s, how many regions of which runs): they run on stage s
+under the cheapest mix of recompute that fits the stage's memory. Exactly one column per stage is chosen, they
+join end to end, and the counts of each run add up to its length (positions inside a run are not told
+apart: with (first, end) columns instead, the same MIP takes 100 times as long). Two objectives propose
+cuts; the lower bound for 1F1B with m >= p micro-batches is
+
+    T >= sum_j t_j + (m-1) t_s - min(sum_{j>s} t_j, (p-1-s) f_s)      for every stage s
+
+with t = forward + backward of a stage and f its forward (two linear rows a stage).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+from ortools.math_opt.python import mathopt
+
+from autoplan.search.balance import cut_of
+from autoplan.search.chain import NEVER, Chain, Cut, Run, Solved, quick_bound_s
+from autoplan.search.mixes import Column, ColumnPricer
+
+
+def solve_chain(chain: Chain, *, incumbent_s: float = NEVER, time_limit_s: float = 20.0) -> Solved:
+    """Cut the chain: proposals to simulate and a proved bound. ``incumbent_s`` prunes hopeless columns.
+
+    Cuts that beat the incumbent are looked for; the bound holds for every cut that does.
+    """
+    pricer = ColumnPricer(chain)
+    if chain.stages == 1:
+        cut = whole_cut(pricer)
+        return Solved((cut,) if cut else (), whole_bound_s(chain))
+    quick = quick_bound_s(chain)
+    relaxed = _columns(chain, ColumnPricer(chain, relaxed=True), incumbent_s)
+    chosen, bound_s = _choose(chain, pricer.runs, relaxed, "bound", time_limit_s)
+    if chosen is None:
+        return Solved((), NEVER)
+    columns = _columns(chain, pricer, incumbent_s)
+    proposals = [_choose(chain, pricer.runs, columns, rows, time_limit_s)[0] for rows in ("formula", "bound")]
+    cuts = dict.fromkeys(cut_of(pricer, proposal) for proposal in proposals if proposal is not None)
+    return Solved(tuple(cuts), max(bound_s, quick))
+
+
+def whole_cut(pricer: ColumnPricer) -> Cut | None:
+    """The only cut of a single stage, if it fits."""
+    takes = tuple((run, pricer.runs[run].length) for run in range(len(pricer.runs)))
+    whole = pricer.column(0, 0, 2 * len(takes), takes)
+    return cut_of(pricer, [whole]) if whole is not None else None
+
+
+def whole_bound_s(chain: Chain) -> float:
+    """A single stage under relaxed memory: its micro-batches one after another, then sync and update."""
+    pricer = ColumnPricer(chain, relaxed=True)
+    takes = tuple((run, pricer.runs[run].length) for run in range(len(pricer.runs)))
+    whole = pricer.column(0, 0, 2 * len(takes), takes)
+    if whole is None:
+        return NEVER
+    return chain.microbatches * whole.total_s + whole.sync_s + whole.update_s
+
+
+def _columns(chain: Chain, pricer: ColumnPricer, incumbent_s: float) -> list[Column]:
+    """Every column that fits and could be part of a plan faster than the incumbent."""
+    last, longest_s = 2 * len(pricer.runs), incumbent_s / chain.microbatches
+    columns: list[Column] = []
+    for stage in range(chain.stages):
+        starts = range(last) if stage else (0,)
+        for start in starts:
+            for end, takes in _takes(pricer.runs, start):
+                if (end == last) != (stage == chain.stages - 1):
+                    continue
+                if sum(n for _, n in takes) > len(chain.items) - chain.stages + 1:
+                    continue
+                column = pricer.column(stage, start, end, takes)
+                if column is not None and column.total_s <= longest_s:
+                    columns.append(column)
+    return _reachable(columns, last, chain.stages)
+
+
+def _takes(runs: tuple[Run, ...], start: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    """All (end joint, takes) of a column that starts at a joint: part of a run, or the rest of it and on."""
+    first, inside = divmod(start, 2)
+    for taken in range(1, runs[first].length + (0 if inside else 1)):
+        take = ((first, taken),)
+        if inside or taken < runs[first].length:
+            yield 2 * first + 1, take
+        if inside or taken == runs[first].length:
+            yield 2 * first + 2, take
+            for end, more in _takes(runs, 2 * first + 2) if first + 1 < len(runs) else ():
+                yield end, take + more
+
+
+def _reachable(columns: list[Column], last: int, stages: int) -> list[Column]:
+    """Drop columns that no chain of columns from the first region to the end passes through."""
+    alive, kept = {(stages, last)}, list[Column]()
+    for column in sorted(columns, key=lambda c: -c.stage):
+        if (column.stage + 1, column.end) in alive:
+            alive.add((column.stage, column.start))
+            kept.append(column)
+    reached, result = {(0, 0)}, list[Column]()
+    for column in sorted(kept, key=lambda c: c.stage):
+        if (column.stage, column.start) in reached:
+            reached.add((column.stage + 1, column.end))
+            result.append(column)
+    return result if any(c.stage == stages - 1 for c in result) else []
+
+
+def _choose(
+    chain: Chain, runs: tuple[Run, ...], columns: list[Column], rows: str, time_limit_s: float
+) -> tuple[list[Column] | None, float]:
+    """The MIP: one column per stage, joined end to end; returns them and the proved bound on T."""
+    p, m = chain.stages, chain.microbatches
+    if not columns:
+        return None, NEVER
+    scale = 1.0 / max(column.total_s for column in columns)
+    model = mathopt.Model()
+    x = [model.add_binary_variable() for _ in columns]
+    at: dict[tuple[int, int], list[mathopt.LinearTerm]] = {}
+    by_stage: list[list[int]] = [[] for _ in range(p)]
+    for i, column in enumerate(columns):
+        by_stage[column.stage].append(i)
+        at.setdefault((column.stage, column.start), []).append(x[i] * 1.0)
+        at.setdefault((column.stage + 1, column.end), []).append(x[i] * -1.0)
+    for stage in range(p):
+        model.add_linear_constraint(mathopt.LinearSum(x[i] for i in by_stage[stage]) == 1)
+    for (stage, _), terms in at.items():
+        if 0 < stage < p:
+            model.add_linear_constraint(mathopt.LinearSum(terms) == 0)
+    for index, run in enumerate(runs):
+        taken = [x[i] * n for i, column in enumerate(columns) for r, n in column.takes if r == index]
+        model.add_linear_constraint(mathopt.LinearSum(taken) == run.length)
+    time = [model.add_variable(lb=0) for _ in range(p)]
+    for stage in range(p):
+        spent = mathopt.LinearSum(x[i] * (columns[i].total_s * scale) for i in by_stage[stage])
+        model.add_linear_constraint(time[stage] == spent)
+    total = model.add_variable(lb=0)
+    every = mathopt.LinearSum(time)
+    update = model.add_variable(lb=0)
+    for stage in range(p):
+        updates = mathopt.LinearSum(x[i] * (columns[i].update_s * scale) for i in by_stage[stage])
+        model.add_linear_constraint(update >= updates)
+    sync = mathopt.LinearSum(x[i] * (columns[i].sync_s * scale) for i in by_stage[0])
+    if rows == "formula":
+        slowest = model.add_variable(lb=0)
+        for stage in range(p):
+            model.add_linear_constraint(slowest >= time[stage])
+        model.add_linear_constraint(total >= every + (m - 1) * slowest + sync + update)
+    else:
+        for least in _bound_rows(chain, columns, by_stage, x, time, scale):
+            model.add_linear_constraint(total >= least + sync + update)
+    model.minimize(total)
+    limit = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=1e-4
+    )
+    with _silent():
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=limit)
+    if not result.has_primal_feasible_solution():
+        return None, NEVER
+    values = result.variable_values(x)
+    chosen = [column for column, value in zip(columns, values) if value > 0.5]
+    return chosen, result.best_objective_bound() / scale
+
+
+@contextlib.contextmanager
+def _silent() -> Generator[None]:
+    """HiGHS prints a debugging line to standard output now and then; keep it out of ours."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with Path(os.devnull).open("wb") as sink:
+        os.dup2(sink.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _bound_rows(
+    chain: Chain,
+    columns: list[Column],
+    by_stage: list[list[int]],
+    x: list[mathopt.Variable],
+    time: list[mathopt.Variable],
+    scale: float,
+) -> Iterator[mathopt.LinearBase]:
+    """Two lower bounds a stage on the pipeline, each with the hops of the first and last micro-batch.
+
+    sum_{j<s} t_j + m t_s; and, for m >= p, sum_j t_j + (m-1) t_s - (p-1-s) min(f_s, b_s).
+    """
+    p, m = chain.stages, chain.microbatches
+    every = mathopt.LinearSum(time)
+    for stage in range(p):
+        hops = 2 * stage * chain.hop_s * scale
+        yield mathopt.LinearSum(time[: stage + 1]) + (m - 1) * time[stage] + hops
+        if m >= p:
+            shorter = mathopt.LinearSum(
+                x[i] * (min(columns[i].forward_s, columns[i].backward_s) * scale) for i in by_stage[stage]
+            )
+            yield every + (m - 1) * time[stage] - (p - 1 - stage) * shorter + hops

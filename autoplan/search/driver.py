@@ -1,0 +1,241 @@
+"""The search from a model file to a plan: capture, price, enumerate, solve best-first, certify.
+
+Comes in: a model source, a chip, a workload and pins. Goes out: a :class:`~autoplan.plan.Plan` with its
+forecast, certificate and every assumption that was made for the user.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoplan_cost_models import CostModel
+
+from autoplan.capture import capture_model
+from autoplan.capture.program import Capture
+from autoplan.errors import BadInputError, InfeasibleError
+from autoplan.hardware import HardwareProfile, load_profile
+from autoplan.plan import Certificate, ModelIdentity, Plan, Workload
+from autoplan.search.infeasible import infeasible_message
+from autoplan.search.model_costs import ModelCosts
+from autoplan.search.pricing import Pricing
+from autoplan.search.solve import Outcome, fits_anywhere, solve
+from autoplan.search.space import SPACE, Candidate, Pins, candidates, parse_pins
+
+MOST_NODES = 4096
+DEFAULT_BATCH_PER_DEVICE = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, before any default is filled in."""
+
+    source: str
+    hw: str | None = None
+    devices: int | None = None
+    global_batch: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    sizes: Mapping[str, int] | None = None
+    pins: Sequence[str] = ()
+    opaque: Sequence[str] = ()
+
+
+def search_plan(
+    source: str | Path,
+    *,
+    hw: str | None = None,
+    devices: int | None = None,
+    global_batch: int | None = None,
+    dtype: str | None = None,
+    optimizer: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    pins: Sequence[str] = (),
+    opaque: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The best plan for ``source`` (a model.py or config.json); defaults are filled in and stated.
+
+    Raises BadInputError for input that cannot be used and InfeasibleError when nothing fits.
+    """
+    start = time.perf_counter()
+    request = Request(
+        str(source), hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque)
+    )
+    profile = load_profile(hw)
+    parsed = parse_pins(request.pins)
+    assumptions: list[str] = []
+    chosen_dtype = dtype or _default_dtype(profile, assumptions)
+    say(f"tracing {source}")
+    capture = capture_model(source, dtype=chosen_dtype, sizes=sizes or {}, opaque=opaque)
+    return search_capture(capture, profile, request, parsed, assumptions, start, say)
+
+
+def search_capture(
+    capture: Capture,
+    profile: HardwareProfile,
+    request: Request,
+    pins: Pins,
+    assumptions: list[str],
+    start: float,
+    say: Callable[[str], None],
+) -> Plan:
+    """The best plan for a captured model."""
+    costs = ModelCosts(capture, CostModel(profile, capture.dtype), say)
+    if request.optimizer is None:
+        assumptions.append("optimizer adamw (--optimizer)")
+    assumptions += [
+        f"{name} {n} (--{name} N)" for name, n in capture.sizes.items() if name not in (request.sizes or {})
+    ]
+    finder = _Finder(capture, profile, costs, request, pins, say)
+    devices, batch = finder.devices_and_batch(assumptions)
+    began = time.perf_counter()
+    pricing, outcome = finder.solve(devices, batch)
+    if outcome.best is None:
+        raise InfeasibleError(infeasible_message(pricing, finder, devices, batch))
+    best = outcome.best
+    ended = time.perf_counter()
+    certificate = Certificate(
+        objective_s=best.prediction.step_time_s,
+        bound_s=min(outcome.bound_s, best.prediction.step_time_s),
+        gap=max(0.0, 1 - outcome.bound_s / best.prediction.step_time_s),
+        meshes_considered=outcome.considered,
+        meshes_solved=outcome.solved,
+        wall_s=ended - began,
+        space=SPACE,
+    )
+    walls = {"capture": capture.capture_s, "cost": began - start - capture.capture_s, "search": ended - began}
+    return Plan(
+        model=_identity(capture),
+        hardware=profile.name,
+        hardware_fingerprint=profile.fingerprint,
+        workload=pricing.workload,
+        parts=(best.part,),
+        layouts=costs.layouts(best.part.mesh.tp),
+        prediction=best.prediction,
+        certificate=certificate,
+        assumptions=tuple(assumptions + list(capture.warnings)),
+        wall_s={**walls, "total": ended - start},
+    )
+
+
+class _Finder:
+    """Fills in devices and batch, and solves for given ones; the capture and costs are shared."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        profile: HardwareProfile,
+        costs: ModelCosts,
+        request: Request,
+        pins: Pins,
+        say: Callable[[str], None],
+    ) -> None:
+        self.capture, self.profile, self.costs = capture, profile, costs
+        self.request, self.pins, self.say = request, pins, say
+
+    def devices_and_batch(self, assumptions: list[str]) -> tuple[int, int]:
+        """The user's, or one node or the smallest number of nodes that fits, and a stated batch."""
+        if self.request.devices is not None:
+            return self.request.devices, self._batch(self.request.devices, assumptions)
+        devices = self.smallest_devices(self.profile.devices_per_node)
+        if devices is None:
+            devices = self.profile.devices_per_node
+        nodes = devices // self.profile.devices_per_node
+        why = "one node" if nodes == 1 else f"{nodes} nodes, the smallest number that fits"
+        assumptions.append(f"{devices} devices: {why} (--devices)")
+        return devices, self._batch(devices, assumptions)
+
+    def smallest_devices(self, first: int) -> int | None:
+        """The smallest count, ``first`` doubled as often as needed, on which something fits."""
+        devices = first
+        while devices <= MOST_NODES * self.profile.devices_per_node:
+            self.say(f"trying whether {devices} devices hold the model")
+            try:
+                pricing = self.pricing(devices, self.request.global_batch or self._default_batch(devices))
+            except BadInputError:
+                devices *= 2
+                continue
+            if fits_anywhere(pricing):
+                return devices
+            devices *= 2
+        return None
+
+    def pricing(self, devices: int, batch: int) -> Pricing:
+        workload = Workload(
+            devices=devices,
+            global_batch=batch,
+            dtype=self.capture.dtype,
+            optimizer=self.request.optimizer or "adamw",
+            sizes=dict(self.capture.sizes),
+            tokens_per_sample=self.capture.tokens_per_sample,
+            pins=tuple(self.request.pins),
+            opaque=tuple(self.request.opaque),
+        )
+        return Pricing(self.costs, self.profile, workload, self.pins, self.candidates(devices, batch))
+
+    def candidates(self, devices: int, batch: int) -> list[Candidate]:
+        degrees = self.costs.tp_degrees(min(devices, self.profile.devices_per_node))
+        if self.pins.tp and self.pins.tp not in degrees:
+            raise BadInputError(_tp_message(self.pins.tp, self.costs, degrees, self.profile.devices_per_node))
+        known = self.capture.batch_form.known
+        return candidates(devices, batch, degrees, len(self.costs.regions), self.pins, batch_can_change=known)
+
+    def solve(self, devices: int, batch: int) -> tuple[Pricing, Outcome]:
+        pricing = self.pricing(devices, batch)
+        return pricing, solve(pricing, self.say)
+
+    def _batch(self, devices: int, assumptions: list[str]) -> int:
+        if self.request.global_batch is not None:
+            return self.request.global_batch
+        batch = self._default_batch(devices)
+        assumptions.append(
+            f"global batch {batch}: {DEFAULT_BATCH_PER_DEVICE} samples a device (--global-batch)"
+        )
+        return batch
+
+    def _default_batch(self, devices: int) -> int:
+        return DEFAULT_BATCH_PER_DEVICE * devices
+
+
+def _default_dtype(profile: HardwareProfile, assumptions: list[str]) -> str:
+    dtype = "bf16" if profile.software.device_type != "cpu" else "fp32"
+    masters = " with fp32 master weights" if dtype == "bf16" else ""
+    assumptions.append(f"dtype {dtype}{masters} (--dtype)")
+    return dtype
+
+
+def _tp_message(tp: int, costs: ModelCosts, degrees: Sequence[int], most: int) -> str:
+    heads = sorted({(q, kv) for _, q, kv in costs.heads()})
+    shown = " and ".join(f"{q} heads" + (f" with {kv} key-value heads" if kv != q else "") for q, kv in heads)
+    if tp > most:
+        return f"--pin tp={tp}: tensor parallelism stays inside a node of {most} devices; valid: {_list(degrees)}."
+    return f"--pin tp={tp} does not divide the model's attention ({shown}); valid degrees: {_list(degrees)}."
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(str(n) for n in numbers)
+
+
+def _identity(capture: Capture) -> ModelIdentity:
+    weights = [info for info in capture.parameters.values() if not info.is_buffer]
+
+    def count(infos: list[object]) -> int:
+        total = 0
+        for info in infos:
+            size = 1
+            for dim in info.shape:  # type: ignore[attr-defined]
+                size *= dim
+            total += size
+        return total
+
+    return ModelIdentity(
+        name=capture.name,
+        source=capture.source,
+        fingerprint=capture.fingerprint,
+        parameters=count(list(weights)),
+        trainable_parameters=count([info for info in weights if info.trainable]),
+        tied_parameters=tuple(info.tied_names for info in weights if len(info.tied_names) > 1),
+    )

@@ -1,0 +1,85 @@
+"""What to say when nothing fits: the limit, what takes the most, and changes that were tried and do fit.
+
+Comes in: the pricing that found nothing, and the finder that can try other settings. Goes out: the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+from autoplan.errors import AutoplanError
+from autoplan.search.balance import balanced_cut
+from autoplan.search.mixes import ColumnPricer
+from autoplan.search.pricing import Priced, Pricing
+from autoplan.search.solve import describe, fits_anywhere
+from autoplan.search.space import Candidate, Pins
+
+GIB = 1024**3
+TOP = 3
+
+
+class Finder(Protocol):
+    """What can try other settings of the same search."""
+
+    pins: Pins
+
+    def smallest_devices(self, first: int) -> int | None: ...
+
+    def pricing(self, devices: int, batch: int) -> Pricing: ...
+
+
+def infeasible_message(pricing: Pricing, finder: Finder, devices: int, batch: int) -> str:
+    """The whole message: limit, top contributors of the tightest plan, and changes that fit."""
+    limit = pricing.limit_bytes
+    candidate, priced = _tightest(pricing)
+    worst = max(priced.stages, key=lambda stage: stage.memory_peak_bytes)
+    lines = [
+        f"nothing fits: every plan on {devices} devices needs more than the {limit / GIB:.1f} GiB that a "
+        f"{pricing.profile.name} leaves for tensors.",
+        f"The smallest need is {worst.memory_peak_bytes / GIB:.1f} GiB ({describe(candidate)}). It is made of:",
+    ]
+    lines += [f"  {item.bytes / GIB:8.2f} GiB  {item.name}" for item in worst.memory_items[:TOP]]
+    changes = _changes_that_fit(finder, devices, batch)
+    if changes:
+        lines.append("These changes were tried and do fit:")
+        lines += [f"  {change}" for change in changes]
+    else:
+        lines.append("No larger cluster that was tried fits either: a shorter --sequence needs less.")
+    return "\n".join(lines)
+
+
+def _tightest(pricing: Pricing) -> tuple[Candidate, Priced]:
+    """The plan that needs the least memory, found by giving more and more of it."""
+    limit = pricing.limit_bytes
+    while True:
+        limit *= 1.25
+        found: list[tuple[float, Candidate, Priced]] = []
+        for candidate in pricing.candidates:
+            cut = balanced_cut(ColumnPricer(pricing.chain(candidate, limit_bytes=limit)))
+            if cut is not None:
+                priced = pricing.priced(candidate, cut)
+                found.append((max(s.memory_peak_bytes for s in priced.stages), candidate, priced))
+        if found:
+            _, candidate, priced = min(found, key=lambda entry: entry[0])
+            return candidate, priced
+
+
+def _changes_that_fit(finder: Finder, devices: int, batch: int) -> list[str]:
+    """A larger cluster, and the pins without which it fits."""
+    changes: list[str] = []
+    smallest = finder.smallest_devices(devices * 2)
+    if smallest is not None:
+        changes.append(f"--devices {smallest} (the smallest count that fits, doubling from {devices})")
+    if finder.pins != Pins():
+        kept = finder.pins
+        finder.pins = Pins()
+        try:
+            if fits_anywhere(finder.pricing(devices, batch)):
+                changes.append("the same command without --pin")
+        except AutoplanError:
+            pass
+        finally:
+            finder.pins = kept
+    del replace
+    return changes

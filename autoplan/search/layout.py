@@ -1,0 +1,362 @@
+"""The layout of one region class on the tp axis: a region graph and prices come in, a Layout goes out.
+
+A linear program chooses one rule for every op and the conversions between them. With
+
+    x[n, r]       node n runs by rule r (states of its inputs -> state of its output)
+    g[e, a -> b]  edge e = (v, n) carries v from state a to state b
+    c[v, a -> b]  that conversion of v is made; once, however many users share it
+
+    minimise  sum price(n, r) x + sum price(v, a -> b) c + memory price * parameter bytes x
+    (one rule)  sum_r x[n, r] = 1                                                   for every n
+    (flow)      sum_{r: out = s} x[v, r] + sum_a g[e, a -> s] - sum_b g[e, s -> b]
+                    = sum_{r: in_e = s} x[n, r]                             for every e, state s
+    (shared)    g[e, a -> b] <= c[v, a -> b]                                        for every e
+
+What a region takes and gives is replicated. Solved by HiGHS; where the relaxation is not integral, as a
+mixed-integer program. The price of memory rises until most of what can be cut is cut: a rank of a tp
+group that holds everything would be wasted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from torch import fx
+
+from autoplan.errors import BadInputError
+from autoplan.plan import Layout
+from autoplan.search.linear import LinearProgram, solve
+from autoplan_passes.attention import attention_heads, tp_degrees
+from autoplan_passes.calls import Call, first_tensor, is_tensor, op_name, shape_of, tensor_inputs
+from autoplan_passes.candidates import find_active, find_facts
+from autoplan_passes.conversions import Conversion, chains, conversion
+from autoplan_passes.implementations import implementation_sends
+from autoplan_passes.rules import Facts, Rule, row_of, rules_for
+from autoplan_passes.shard import tensor_bytes
+from autoplan_passes.states import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRADIENT, State
+
+__all__ = ["LayoutPrices", "LayoutSettings", "attention_heads", "choose_layout", "price_layout", "tp_degrees"]
+
+CONTRACTIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *(
+            "linear",
+            "mm",
+            "mv",
+            "bmm",
+            "addmm",
+            "baddbmm",
+            "matmul",
+            "einsum",
+            "_grouped_mm",
+            "conv1d",
+            "conv2d",
+        ),
+        *(
+            "conv3d",
+            "convolution",
+            "scaled_dot_product_attention",
+            "dot",
+            "outer",
+            "embedding",
+            "cross_entropy_loss",
+        ),
+    )
+) | {"transformers.grouped_mm_fallback"}
+# Weight, gradient, master weight and two moments: what a trained parameter keeps resident.
+STATE_BYTES_PER_ELEMENT = 16
+MEMORY_S_PER_BYTE = (3e-12, 3e-11, 3e-10, 3e-9, 3e-8, 3e-7)
+# Elementwise ops fuse into their neighbours; priced in full they would pull norms onto cut hidden dims.
+ELEMENTWISE_WEIGHT = 1e-3
+TIE_BREAK_S = 1e-9
+
+
+class LayoutPrices(Protocol):
+    """What the cost model says of one chip and one span of the tp axis, in seconds."""
+
+    def operation_s(self, node: fx.Node, fraction: float, /) -> float:
+        """Forward and backward of a node of which each rank does ``fraction``."""
+        ...
+
+    def collective_s(self, kind: str, sent_bytes: float, /) -> float:
+        """One collective; bytes of the largest buffer a rank holds (the whole tensor, but for all_to_all)."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayoutSettings:
+    """What counts: ``elementwise`` is the share of an elementwise op's time that is priced.
+
+    ``memory_s_per_byte`` are the prices of residence, tried in turn until a layout cuts ``cut_share`` of the
+    parameter bytes that can be cut.
+    """
+
+    elementwise: float = ELEMENTWISE_WEIGHT
+    memory_s_per_byte: tuple[float, ...] = MEMORY_S_PER_BYTE
+    cut_share: float = 0.8
+
+
+@dataclass(frozen=True)
+class PricedLayout:
+    """A layout with its objective in seconds: operations, conversions and the price of memory."""
+
+    layout: Layout
+    objective_s: float
+    integral: bool
+    resident_bytes: float
+
+
+def choose_layout(
+    graph: fx.GraphModule,
+    tp: int,
+    prices: LayoutPrices,
+    *,
+    pinned_parameters: Mapping[str, State] | None = None,
+    settings: LayoutSettings | None = None,
+    region_class: str = "",
+) -> Layout:
+    """The cheapest layout of a region on ``tp`` ranks that cuts most of its parameters.
+
+    ``pinned_parameters`` fixes how parameters are stored, by placeholder name. Raises BadInputError where
+    a pinned state does not divide.
+    """
+    priced = price_layout(graph, tp, prices, pinned_parameters or {}, settings or LayoutSettings())
+    return replace(priced.layout, region_class=region_class)
+
+
+def price_layout(
+    graph: fx.GraphModule,
+    tp: int,
+    prices: LayoutPrices,
+    pinned_parameters: Mapping[str, State],
+    settings: LayoutSettings,
+) -> PricedLayout:
+    """Build the program of the module's docstring, and solve it at rising prices of memory."""
+    if tp == 1:
+        return PricedLayout(_unsharded(graph), 0.0, True, 0.0)
+    pinned = _pinned_nodes(graph.graph, pinned_parameters)
+    builder = Builder(graph.graph, tp, prices, settings, pinned)
+    builder.build()
+    whole, least = builder.resident_bytes(max), builder.resident_bytes(min)
+    found = None
+    for memory_s_per_byte in settings.memory_s_per_byte:
+        found = builder.solve(memory_s_per_byte)
+        if whole - found.resident_bytes >= settings.cut_share * (whole - least):
+            break
+    assert found is not None, "LayoutSettings.memory_s_per_byte is empty"
+    return found
+
+
+def _unsharded(graph: fx.GraphModule) -> Layout:
+    names = [n.name for n in graph.graph.nodes if n.meta.get("kind") == "parameter"]
+    return Layout("", 1, parameters=dict.fromkeys(names, "R"))
+
+
+def _pinned_nodes(graph: fx.Graph, pinned: Mapping[str, State]) -> dict[fx.Node, State]:
+    nodes = {n.name: n for n in graph.nodes if n.meta.get("kind") == "parameter"}
+    unknown = sorted(set(pinned) - set(nodes))
+    if unknown:
+        raise BadInputError(f"Expected a pinned parameter to be one of {sorted(nodes)}; got {unknown[0]!r}.")
+    return {nodes[name]: state for name, state in pinned.items()}
+
+
+@dataclass
+class Builder:
+    """Makes the variables and rows; each method builds one family."""
+
+    graph: fx.Graph
+    tp: int
+    prices: LayoutPrices
+    settings: LayoutSettings
+    pinned: Mapping[fx.Node, State]
+    program: LinearProgram = field(default_factory=LinearProgram)
+    rules: dict[fx.Node, tuple[Rule, ...]] = field(default_factory=dict[fx.Node, tuple[Rule, ...]])
+    x: dict[tuple[fx.Node, int], int] = field(default_factory=dict[tuple[fx.Node, int], int])
+    resident: dict[int, float] = field(default_factory=dict[int, float])
+
+    def build(self) -> None:
+        self.facts: Facts = find_facts(self.graph, self.tp, self.pinned)
+        self.active = find_active(self.graph, self.facts.differentiable)
+        for node in self.graph.nodes:
+            if node in self.active and node.op != "output":
+                self._choose_one_rule(node)
+        for node in list(self.rules):
+            self._connect_users(node)
+
+    def _choose_one_rule(self, node: fx.Node) -> None:
+        """(one rule)"""
+        rules = self._source_rules(node) if node.op == "placeholder" else rules_for(node, self.tp, self.facts)
+        self.rules[node] = rules
+        variables = [self.program.add_variable(self._rule_s(node, rule)) for rule in rules]
+        self.x |= {(node, i): variable for i, variable in enumerate(variables)}
+        if node.meta.get("kind") == "parameter":
+            self.resident |= {v: self._resident_bytes(node, r.output) for v, r in zip(variables, rules)}
+        self.program.add_row([(variable, 1.0) for variable in variables], 1.0, 1.0)
+
+    def _source_rules(self, node: fx.Node) -> tuple[Rule, ...]:
+        """Inputs are replicated; a parameter is stored whole or cut, or as pinned."""
+        if node in self.pinned:
+            state = self.pinned[node]
+            if state.is_shard and state not in self.facts.cuts.get(node, frozenset()):
+                raise BadInputError(
+                    f"Parameter {node.name!r} of shape {shape_of(node)} cannot be stored as {state} on "
+                    f"tp={self.tp}: the dim does not divide. Pin R, or another tp."
+                )
+            return (Rule((), state),)
+        if node.meta.get("kind") != "parameter":
+            return (Rule((), REPLICATE),)
+        return tuple(Rule((), state) for state in (REPLICATE, *sorted(self.facts.cuts.get(node, ()))))
+
+    def _rule_s(self, node: fx.Node, rule: Rule) -> float:
+        if node.op == "placeholder" or op_name(node) == "getitem":
+            return 0.0
+        weight = 1.0 if op_name(node) in CONTRACTIONS else self.settings.elementwise
+        whole = rule.implementation == "vocab_embedding" or not rule.is_cut
+        seconds = weight * self.prices.operation_s(node, 1.0 if whole else 1.0 / self.tp) if weight else 0.0
+        for forward, backward, forward_bytes, backward_bytes in implementation_sends(
+            rule.implementation, Call(node)
+        ):
+            seconds += self._sent_s(forward, forward_bytes) + self._sent_s(backward, backward_bytes)
+        return seconds
+
+    def _resident_bytes(self, node: fx.Node, state: State) -> float:
+        """What a parameter keeps on each rank, with its gradient and optimizer state if it is trained."""
+        tensor = first_tensor(node)
+        trained = node in self.facts.differentiable
+        whole = tensor.numel() * (STATE_BYTES_PER_ELEMENT if trained else tensor.element_size())
+        return whole / (self.tp if state.is_shard else 1)
+
+    def _sent_s(self, kind: str, sent_bytes: float) -> float:
+        return self.prices.collective_s(kind, sent_bytes) if kind != "none" and sent_bytes else 0.0
+
+    def conversion_s(self, node: fx.Node, step: Conversion) -> float:
+        """Forward and backward of one conversion of the whole tensor."""
+        total = tensor_bytes(node)
+        size = total / self.tp if step.forward == "all_to_all" else float(total)
+        return self._sent_s(step.forward, size) + self._sent_s(step.backward, size) + TIE_BREAK_S
+
+    def _steps(self, node: fx.Node, states: list[State]) -> list[Conversion]:
+        """Possible conversions of a tensor; a parameter stored cut is used cut, unless a pin says so."""
+        if not isinstance(node.meta["val"], (tuple, list)):
+            steps = [conversion(a, b, node in self.facts.differentiable) for a in states for b in states]
+            stored = node.meta.get("kind") == "parameter" and node not in self.pinned
+            return [s for s in steps if s is not None and not (stored and s.source.is_shard)]
+        return []
+
+    def _connect_users(self, node: fx.Node) -> None:
+        """(flow) and (shared)"""
+        edges = [(user, self._input_states(user, node)) for user in node.users if self._is_reader(user)]
+        asked = {state for _, wanted in edges for state in wanted}
+        made = {rule.output for rule in self.rules[node]}
+        hubs = {REPLICATE}
+        if node in self.facts.differentiable:
+            hubs |= (
+                {REPLICATE_PARTIAL_GRADIENT, PARTIAL}
+                if asked & {REPLICATE_PARTIAL_GRADIENT, PARTIAL}
+                else set()
+            )
+        states = sorted(asked | made | (hubs if edges else set()))
+        steps = self._steps(node, states) if edges else []
+        price = {step: self.conversion_s(node, step) for step in steps}
+        shared = len(edges) > 1
+        made_once = {step: self.program.add_variable(price[step]) for step in steps} if shared else {}
+        for _, wanted in edges:
+            flow = {step: self.program.add_variable(0.0 if shared else price[step]) for step in steps}
+            for step, variable in made_once.items():
+                self.program.add_row([(variable, 1.0), (flow[step], -1.0)], 0.0, float("inf"))
+            for state in states:
+                terms = [(self.x[node, i], 1.0) for i, r in enumerate(self.rules[node]) if r.output == state]
+                terms += [(variable, 1.0) for step, variable in flow.items() if step.target == state]
+                terms += [(variable, -1.0) for step, variable in flow.items() if step.source == state]
+                terms += [(variable, -1.0) for variable in wanted.get(state, [])]
+                fixed = 1.0 if state == REPLICATE and -1 in wanted.get(state, []) else 0.0
+                row = [(variable, factor) for variable, factor in terms if variable >= 0]
+                if row or fixed:
+                    self.program.add_row(row, fixed, fixed)
+
+    def _is_reader(self, user: fx.Node) -> bool:
+        return user.op == "output" or user in self.rules
+
+    def _input_states(self, user: fx.Node, node: fx.Node) -> dict[State, list[int]]:
+        """Variables of the user's rules by the state they want of ``node``; -1 for the region's output."""
+        if user.op == "output":
+            return {REPLICATE: [-1]}
+        position = tensor_inputs(user).index(node)
+        wanted: dict[State, list[int]] = {}
+        for i, rule in enumerate(self.rules[user]):
+            wanted.setdefault(rule.inputs[position], []).append(self.x[user, i])
+        return wanted
+
+    def solve(self, memory_s_per_byte: float) -> PricedLayout:
+        """The optimum at one price of memory."""
+        costs = enumerate(self.program.costs)
+        priced = [cost + memory_s_per_byte * self.resident.get(i, 0.0) for i, cost in costs]
+        solution = solve(LinearProgram(priced, self.program.rows))
+        chosen = {
+            node: max(enumerate(rules), key=lambda item: solution.values[self.x[node, item[0]]])[1]
+            for node, rules in self.rules.items()
+        }
+        parameters = [n for n in chosen if n.meta.get("kind") == "parameter"]
+        resident = sum(self._resident_bytes(n, chosen[n].output) for n in parameters)
+        return PricedLayout(self.read_layout(chosen), solution.objective, solution.integral, resident)
+
+    def resident_bytes(self, choose: Callable[[list[float]], float]) -> float:
+        """Parameter bytes on one rank, each parameter in the state that ``choose`` (min or max) picks."""
+        parameters = [n for n in self.rules if n.meta.get("kind") == "parameter"]
+        return sum(choose([self._resident_bytes(n, r.output) for r in self.rules[n]]) for n in parameters)
+
+    def read_layout(self, chosen: Mapping[fx.Node, Rule]) -> Layout:
+        """States as text, and what they send, counted from the conversions that they need."""
+        parameters = {n.name: str(r.output) for n, r in chosen.items() if n.meta.get("kind") == "parameter"}
+        whole = [
+            n for n in self.graph.nodes if n.op == "call_function" and n in self.active and row_of(n) is None
+        ]
+        sent = list(self.sent_by(chosen))
+        return Layout(
+            region_class="",
+            tp=self.tp,
+            parameters=parameters,
+            rules={n.name: str(r) for n, r in chosen.items() if n.op == "call_function" and _is_special(r)},
+            collectives_forward=dict(Counter(kind for kind, _, _, _ in sent if kind != "none")),
+            collectives_backward=dict(Counter(kind for _, kind, _, _ in sent if kind != "none")),
+            collective_bytes_forward=float(sum(size for kind, _, size, _ in sent if kind != "none")),
+            collective_bytes_backward=float(sum(size for _, kind, _, size in sent if kind != "none")),
+            replicated_ops=tuple(sorted({op_name(n) for n in whole})),
+        )
+
+    def sent_by(self, chosen: Mapping[fx.Node, Rule]) -> list[tuple[str, str, float, float]]:
+        """Every collective of the layout: kinds and bytes, forward and backward."""
+        sent: list[tuple[str, str, float, float]] = []
+        for node, steps in self.conversions_of(chosen):
+            for step in steps:
+                size = tensor_bytes(node) / (self.tp if step.forward == "all_to_all" else 1)
+                sent.append((step.forward, step.backward, size, size))
+        for node, rule in chosen.items():
+            if node.op == "call_function":
+                sent += implementation_sends(rule.implementation, Call(node))
+        return sent
+
+    def conversions_of(self, chosen: Mapping[fx.Node, Rule]) -> list[tuple[fx.Node, tuple[Conversion, ...]]]:
+        """The conversions of each tensor that the chosen rules need."""
+        found: list[tuple[fx.Node, tuple[Conversion, ...]]] = []
+        for node, rule in chosen.items():
+            wanted: set[State] = set()
+            for user in node.users:
+                if user.op == "output":
+                    wanted.add(REPLICATE)
+                elif user in chosen:
+                    wanted.add(chosen[user].inputs[tensor_inputs(user).index(node)])
+            if is_tensor(node) and wanted:
+                found.append(
+                    (node, chains(rule.output, frozenset(wanted), node in self.facts.differentiable))
+                )
+        return found
+
+
+def _is_special(rule: Rule) -> bool:
+    """Rules other than all-R are written down."""
+    return rule.output != REPLICATE or any(state != REPLICATE for state in rule.inputs)

@@ -1,0 +1,189 @@
+"""Columns: one way to fill a stage, under the cheapest mix of recompute that fits its memory.
+
+Comes in: a :class:`~autoplan.search.chain.Chain`. Goes out: priced :class:`Column` records.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.search.chain import NEVER, Chain, find_runs
+from autoplan_cost_models.schedule import in_flight
+
+Floats = NDArray[np.float64]
+Counts = tuple[tuple[str, int], ...]
+Mix = tuple[tuple[str, tuple[int, int, int]], ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way to fill a stage: ``takes`` holds (run, regions taken); times under the cheapest mix that fits.
+
+    ``start`` and ``end`` are joints: 2r before run r begins, 2r + 1 inside run r.
+    """
+
+    stage: int
+    start: int
+    end: int
+    takes: tuple[tuple[int, int], ...]
+    forward_s: float
+    backward_s: float
+    counts: Mix
+    sync_s: float = 0.0
+    update_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Recompute mixes whose largest transient is within ``peak_bytes``; none better exist."""
+
+    peak_bytes: float
+    saved_bytes: Floats
+    extra_s: Floats
+    mixes: Sequence[Mix]
+
+
+class ColumnPricer:
+    """Prices columns of one chain, remembering equal ones (same kinds of regions, same stage depth).
+
+    A stage holds, at most, all its regions for every micro-batch in flight and its largest transient;
+    ``relaxed`` takes the least transient of the last region instead (its backward starts while all is
+    alive): no more than any run needs, for bounds.
+    """
+
+    def __init__(self, chain: Chain, *, relaxed: bool = False) -> None:
+        self.chain = chain
+        self.relaxed = relaxed
+        self.runs = find_runs(chain)
+        self._kinds = {item.key: item for item in chain.items}
+        self._mix = functools.cache(self._cheapest_mix)
+        self._frontiers = functools.cache(self._build_frontiers)
+        run_of = {run.first: index for index, run in enumerate(self.runs)}
+        self._shared = [(run_of[a], run_of[b], size) for a, b, size in chain.shared]
+
+    def column(self, stage: int, start: int, end: int, takes: tuple[tuple[int, int], ...]) -> Column | None:
+        """The column, or None when nothing fits."""
+        totals: Counter[str] = Counter()
+        for run, taken in takes:
+            totals[self.runs[run].key] += taken
+        counts = tuple(sorted(totals.items()))
+        flying = in_flight("1f1b", stage, self.chain.stages, self.chain.microbatches)
+        room = self.chain.limit_bytes - self._fixed_bytes(counts, takes)
+        room -= self._buffer_bytes(stage, flying, takes, inside=start % 2 == 1)
+        if self.relaxed:
+            room -= self._least_transient(self.runs[takes[-1][0]].key)
+        mix = self._mix(counts, flying, float(round(room)))
+        if mix is None:
+            return None
+        extra_s, chosen = mix
+        kinds = [(self._kinds[key], n) for key, n in counts]
+        return Column(
+            stage=stage,
+            start=start,
+            end=end,
+            takes=takes,
+            forward_s=sum(kind.forward_s * n for kind, n in kinds),
+            backward_s=sum(kind.backward_s * n for kind, n in kinds) + extra_s,
+            counts=chosen,
+            sync_s=sum(kind.sync_s * n for kind, n in kinds),
+            update_s=sum(kind.update_s * n for kind, n in kinds),
+        )
+
+    def _least_transient(self, key: str) -> float:
+        kind = self._kinds[key]
+        return min(t for t, extra_s in zip(kind.transient_bytes, kind.extra_s) if extra_s < NEVER)
+
+    def _fixed_bytes(self, counts: Counts, takes: tuple[tuple[int, int], ...]) -> float:
+        """States and gathered units of a stage, whatever is recomputed; shared parameters once."""
+        touched = {run for run, _ in takes}
+        twice = sum(size for a, b, size in self._shared if a in touched and b in touched)
+        states = sum(self._kinds[key].static_bytes * n for key, n in counts)
+        units = sorted(
+            (self._kinds[key].gathered_bytes for key, n in counts for _ in range(min(n, 2))), reverse=True
+        )
+        return states - twice + sum(units[:2])
+
+    def _buffer_bytes(
+        self, stage: int, flying: int, takes: tuple[tuple[int, int], ...], *, inside: bool
+    ) -> float:
+        """Side inputs, and the pipeline's buffers (``pipeline_buffer_bytes`` of the cost models)."""
+        m, (first, _), (last, _) = self.chain.microbatches, takes[0], takes[-1]
+        side = dict(pair for run, _ in takes for pair in self._kinds[self.runs[run].key].side)
+        before = self.runs[first if inside else first - 1].key
+        received = self._kinds[before].output_bytes if stage else 0.0
+        sent = self._kinds[self.runs[last].key].output_bytes if stage < self.chain.stages - 1 else 0.0
+        return flying * sum(side.values()) + (m - flying) * received + (m + flying) * sent
+
+    def _cheapest_mix(self, counts: Counts, flying: int, room_bytes: float) -> tuple[float, Mix] | None:
+        """Least extra time whose saved and transient bytes fit ``room_bytes``, with the mix of each kind.
+
+        Exact: for every possible largest transient, only options within it are allowed and it is paid.
+        """
+        best: tuple[float, Mix] | None = None
+        for frontier in self._frontiers(counts):
+            room = (room_bytes - frontier.peak_bytes) / flying
+            fits = int(np.searchsorted(frontier.saved_bytes, room, side="right"))
+            if fits and (best is None or frontier.extra_s[fits - 1] < best[0]):
+                best = float(frontier.extra_s[fits - 1]), frontier.mixes[fits - 1]
+        return best
+
+    def _build_frontiers(self, counts: Counts) -> list[Frontier]:
+        """For every possible largest transient, the best (saved bytes, extra time) of all regions."""
+        kinds = [self._kinds[key] for key, _ in counts]
+        legal = [[o for o in range(3) if kind.extra_s[o] < NEVER] for kind in kinds]
+        frontiers: list[Frontier] = []
+        if self.relaxed:
+            return [self._merge(counts, [tuple(options) for options in legal], 0.0)]
+        peaks = sorted({kind.transient_bytes[o] for kind, options in zip(kinds, legal) for o in options})
+        for peak in peaks:
+            used = [
+                tuple(o for o in options if kind.transient_bytes[o] <= peak)
+                for kind, options in zip(kinds, legal)
+            ]
+            if all(used):
+                frontiers.append(self._merge(counts, used, peak))
+        return frontiers
+
+    def _merge(self, counts: Counts, used: Sequence[tuple[int, ...]], peak_bytes: float) -> Frontier:
+        """Merge the frontiers of all kinds into one, bytes ascending and time descending."""
+        saved, extra = np.zeros(1), np.zeros(1)
+        mixes: list[Mix] = [()]
+        for (key, count), options in zip(counts, used):
+            item = self._kinds[key]
+            splits = list(_splits(count, options))
+            table = np.array(splits, dtype=float)
+            kind_saved = table @ np.array(item.saved_bytes)
+            kind_extra = table @ np.array([e if e < NEVER else 0.0 for e in item.extra_s])
+            all_saved = (saved[:, None] + kind_saved[None, :]).ravel()
+            all_extra = (extra[:, None] + kind_extra[None, :]).ravel()
+            keep = _best_points(all_saved, all_extra)
+            saved, extra = all_saved[keep], all_extra[keep]
+            mixes = [(*mixes[int(i) // len(splits)], (key, splits[int(i) % len(splits)])) for i in keep]
+        return Frontier(peak_bytes, saved, extra, mixes)
+
+
+def _splits(count: int, options: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
+    """All ways to give ``count`` regions to the allowed options."""
+    for a in range(count + 1) if 0 in options else (0,):
+        for b in range(count - a + 1) if 1 in options else (0,):
+            rest = count - a - b
+            if rest == 0 or 2 in options:
+                yield (a, b, rest)
+
+
+def _best_points(saved: Floats, extra: Floats) -> NDArray[np.int64]:
+    """Indices of points that no other point beats in both bytes and time, by bytes ascending."""
+    order = np.lexsort((extra, saved))
+    least = np.minimum.accumulate(extra[order])
+    first = np.concatenate(([True], least[1:] < least[:-1]))
+    return order[first]

@@ -1,0 +1,141 @@
+"""What each region class costs on each tp degree: layouts chosen and measured once, priced many times.
+
+Comes in: a capture and a cost model. Goes out: layouts, measured work and costs per (region class, tp).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autoplan_cost_models.collectives import Span
+from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
+from autoplan_passes.shard import dry_group, shard_region
+from autoplan_passes.states import State, parse_state
+from torch import fx
+
+from autoplan.capture.program import Capture
+from autoplan.plan import Layout
+from autoplan.regions import Region, find_regions, region_graph
+from autoplan.search.layout import attention_heads, choose_layout
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One region class on one tp degree."""
+
+    layout: Layout
+    work: RegionWork
+
+
+class ModelCosts:
+    """Measures lazily and remembers; everything is per region class, never per region."""
+
+    def __init__(self, capture: Capture, cost_model: CostModel, say: Callable[[str], None]) -> None:
+        self.capture = capture
+        self.cost_model = cost_model
+        self.regions = find_regions(capture)
+        self.classes: dict[str, Region] = {}
+        for region in self.regions:
+            self.classes.setdefault(region.class_id, region)
+        self.names = _class_names(self.classes)
+        self._say = say
+        self._graphs: dict[str, dict[int, fx.GraphModule]] = {}
+        self._measured: dict[tuple[str, int], Measured] = {}
+        self._tied = _parameters_of_several_classes(self.regions)
+        self._pinned: dict[tuple[str, int], State] = {}
+        self._costs: dict[tuple[str, int, int], RegionCost] = {}
+
+    def graphs(self, class_id: str) -> dict[int, fx.GraphModule]:
+        """The class's graphs at the micro-batches that are known."""
+        if class_id not in self._graphs:
+            batches = (self.capture.batch,)
+            if self.capture.batch_form.known:
+                batches = (self.capture.batch, self.capture.batch + 1)
+            region = self.classes[class_id]
+            self._graphs[class_id] = {b: region_graph(self.capture, region, b) for b in batches}
+        return self._graphs[class_id]
+
+    def heads(self) -> list[tuple[str, int, int]]:
+        """(class name, query heads, key-value heads) of every attention op of the model."""
+        found: list[tuple[str, int, int]] = []
+        for class_id in self.classes:
+            graph = self.graphs(class_id)[self.capture.batch]
+            found += [(self.names[class_id], q, kv) for _, q, kv in attention_heads(graph)]
+        return found
+
+    def tp_degrees(self, most: int) -> list[int]:
+        """Degrees up to ``most`` that divide the heads of every attention op."""
+        heads = [count for _, q, kv in self.heads() for count in (q, kv)]
+        return [t for t in range(1, most + 1) if all(count % t == 0 for count in heads)]
+
+    def measured(self, class_id: str, tp: int) -> Measured:
+        """The class's best layout on ``tp`` ranks and its measured work."""
+        if (class_id, tp) not in self._measured:
+            for other in self._order(class_id):
+                if (other, tp) not in self._measured:
+                    self._say(f"choosing the layout of {self.names[other]} for tp={tp}")
+                    self._measured[other, tp] = self._measure(other, tp)
+        return self._measured[class_id, tp]
+
+    def cost(self, class_id: str, tp: int, micro_batch: int) -> RegionCost:
+        """The class's cost at a micro-batch."""
+        key = (class_id, tp, micro_batch)
+        if key not in self._costs:
+            work = self.measured(class_id, tp).work
+            self._costs[key] = self.cost_model.region_cost(work, micro_batch, Span(tp, 1))
+        return self._costs[key]
+
+    def layouts(self, tp: int) -> dict[str, Layout]:
+        """The layout of every class, by class name."""
+        return {self.names[class_id]: self.measured(class_id, tp).layout for class_id in self.classes}
+
+    def _measure(self, class_id: str, tp: int) -> Measured:
+        graphs = self.graphs(class_id)
+        base = graphs[self.capture.batch]
+        prices = self.cost_model.layout_prices(Span(tp, 1))
+        pinned = {
+            node.name: self._pinned[node.meta["source"], tp]
+            for node in base.graph.nodes
+            if node.op == "placeholder" and (node.meta["source"], tp) in self._pinned
+        }
+        layout = choose_layout(base, tp, prices, pinned_parameters=pinned)
+        layout = replace(layout, region_class=self.names[class_id])
+        for node in base.graph.nodes:
+            if node.op == "placeholder" and node.meta["source"] in self._tied:
+                state = parse_state(layout.parameters.get(node.name, "R"))
+                self._pinned[node.meta["source"], tp] = state
+        whole = self.measured(class_id, 1).work if tp > 1 else None
+        fused = "flash_attention" in self.cost_model.profile.kernels
+        with dry_group("tp", tp):
+            local = {b: shard_region(graph, layout) for b, graph in graphs.items()}
+            return Measured(layout, measure_region(local, whole=whole, fused_attention=fused))
+
+    def _order(self, class_id: str) -> list[str]:
+        """Classes that share a parameter are laid out together, the last of them (the head) first."""
+        region = self.classes[class_id]
+        if not self._tied.intersection(region.parameters):
+            return [class_id]
+        sharing = [c for c, other in self.classes.items() if self._tied.intersection(other.parameters)]
+        return list(reversed(sharing))
+
+
+def _class_names(classes: dict[str, Region]) -> dict[str, str]:
+    """Readable unique names: the module class, numbered when several classes share it."""
+    names: dict[str, str] = {}
+    seen: Counter[str] = Counter()
+    for class_id, region in classes.items():
+        base = region.module_class or region.name
+        seen[base] += 1
+        names[class_id] = base if seen[base] == 1 else f"{base}-{seen[base]}"
+    return names
+
+
+def _parameters_of_several_classes(regions: tuple[Region, ...]) -> set[str]:
+    """Qualified names of parameters that regions of different classes read."""
+    readers: dict[str, set[str]] = {}
+    for region in regions:
+        for name in region.parameters:
+            readers.setdefault(name, set()).add(region.class_id)
+    return {name for name, classes in readers.items() if len(classes) > 1}

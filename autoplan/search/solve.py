@@ -1,0 +1,113 @@
+"""Best-first over candidates: bound each from below, solve the most promising, stop when the bound passes.
+
+Comes in: a :class:`~autoplan.search.pricing.Pricing`. Goes out: the best priced part, and a lower bound
+over every candidate of the space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoplan.search.balance import balanced_cut, fits
+from autoplan.search.chain import NEVER, Chain, quick_bound_s
+from autoplan.search.columns import solve_chain
+from autoplan.search.mixes import ColumnPricer
+from autoplan.search.pricing import Priced, Pricing
+from autoplan.search.space import Candidate
+
+# A candidate whose lower bound is within this share of the best plan is not worth a solver's time; the
+# certificate's bound accounts for it.
+TOLERANCE = 0.002
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``best`` is None when nothing fits; ``bound_s`` holds for every candidate considered."""
+
+    best: Priced | None
+    bound_s: float
+    considered: int
+    solved: int
+
+
+def fits_anywhere(pricing: Pricing) -> bool:
+    """Whether any candidate has a cut that fits."""
+    return any(fits(ColumnPricer(pricing.chain(candidate))) for candidate in _memory_first(pricing))
+
+
+def solve(pricing: Pricing, say: Callable[[str], None]) -> Outcome:
+    """The best plan over all candidates, by simulated step time, with a proved bound."""
+    ranked = _ranked(pricing)
+    best, rest = _balanced_plans(pricing, ranked, say)
+    if best is None:
+        return Outcome(None, NEVER, len(ranked), 0)
+    bounds: list[float] = []
+    solved = 0
+    for quick_s, candidate, chain in rest:
+        if quick_s >= best.prediction.step_time_s * (1 - TOLERANCE):
+            bounds.append(quick_s)
+            break
+        say(f"solving {describe(candidate)}; best so far {best.prediction.step_time_s:.3g} s a step")
+        solution = solve_chain(chain, incumbent_s=best.prediction.step_time_s)
+        solved += 1
+        for cut in solution.cuts:
+            best = _better(best, pricing.priced(candidate, cut))
+        bounds.append(max(quick_s, solution.bound_s))
+    return Outcome(best, min([*bounds, best.prediction.step_time_s]), len(ranked), solved)
+
+
+def describe(candidate: Candidate) -> str:
+    """``pp2 dp4 tp8, micro-batch 1, ZeRO 0`` for people."""
+    mesh = candidate.mesh
+    return f"pp{mesh.pp} dp{mesh.dp} tp{mesh.tp}, micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}"
+
+
+Ranked = list[tuple[float, Candidate, Chain]]
+
+
+def _ranked(pricing: Pricing) -> Ranked:
+    """Candidates with their chains, best lower bound first."""
+    ranked: Ranked = []
+    for candidate in pricing.candidates:
+        chain = pricing.chain(candidate)
+        ranked.append((quick_bound_s(chain), candidate, chain))
+    return sorted(ranked, key=lambda entry: entry[0])
+
+
+def _balanced_plans(
+    pricing: Pricing, ranked: Ranked, say: Callable[[str], None]
+) -> tuple[Priced | None, Ranked]:
+    """A good plan to start from, and the candidates in which something fits that could beat it."""
+    best: Priced | None = None
+    alive: Ranked = []
+    for quick_s, candidate, chain in ranked:
+        if best is not None and quick_s >= best.prediction.step_time_s:
+            alive.append((quick_s, candidate, chain))  # only its bound still counts
+            break
+        say(f"balancing {describe(candidate)}")
+        cut = balanced_cut(ColumnPricer(chain))
+        if cut is None:
+            if fits(ColumnPricer(chain, relaxed=True)):
+                alive.append((quick_s, candidate, chain))
+            continue
+        best = _better(best, pricing.priced(candidate, cut))
+        alive.append((quick_s, candidate, chain))
+    return best, alive
+
+
+def _better(best: Priced | None, other: Priced) -> Priced | None:
+    """The faster of two plans that fit; of equals the first."""
+    if not other.fits:
+        return best
+    if best is None or other.prediction.step_time_s < best.prediction.step_time_s * (1 - 1e-9):
+        return other
+    return best
+
+
+def _memory_first(pricing: Pricing) -> list[Candidate]:
+    """Candidates that spread the model widest first: full sharding, then deep, narrow micro-batches."""
+    return sorted(
+        pricing.candidates,
+        key=lambda c: (-(c.mesh.pp * c.mesh.tp * (c.mesh.dp if c.zero == 3 else 1)), c.micro_batch),
+    )

@@ -1,0 +1,186 @@
+"""The space that is searched: meshes, micro-batches, ZeRO stages and pins; says clearly why it is empty.
+
+Comes in: the workload, what the model allows, and the user's pins. Goes out: :class:`Candidate` records.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from autoplan.errors import BadInputError
+from autoplan.plan import RECOMPUTE, Mesh
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+ZERO_STAGES = (0, 3)
+SCHEDULES = ("1f1b",)
+LATER_AXES = ("cp", "ep", "vpp", "sp")
+SPACE = (
+    "dp x tp x pp over all devices (tp inside a node), micro-batch 1-32, ZeRO 0 and 3, "
+    "recompute none/selective/full per region, uneven stages, 1F1B"
+)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user fixed by hand; None is free. ``regions`` holds (region glob, recompute)."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    micro_batch: int | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    schedule: str | None = None
+    regions: tuple[tuple[str, str], ...] = ()
+
+    def recompute_of(self, region: str) -> str | None:
+        """The pinned recompute of one region, or None."""
+        for glob, value in reversed(self.regions):
+            if fnmatch.fnmatch(region, glob):
+                return value
+        return self.recompute
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One mesh with a micro-batch and a ZeRO stage: everything but boundaries and recompute."""
+
+    mesh: Mesh
+    micro_batch: int
+    microbatches: int
+    zero: int
+
+
+def parse_pins(texts: Sequence[str]) -> Pins:
+    """``["tp=8", "layers.0-3:recompute=full"] -> Pins``; errors name the pin and what would be right."""
+    plain: dict[str, int | str] = {}
+    regions: list[tuple[str, str]] = []
+    for text in texts:
+        where, colon, setting = text.rpartition(":")
+        key, equals, value = setting.partition("=")
+        if not equals or not value:
+            raise BadInputError(
+                f"--pin {text!r}: expected KEY=VALUE or REGION_GLOB:KEY=VALUE, such as --pin tp=8."
+            )
+        if colon:
+            if key != "recompute":
+                raise BadInputError(
+                    f"--pin {text!r}: a region takes recompute={'|'.join(RECOMPUTE)}, got {key!r}."
+                )
+            regions += [(glob, _choice(text, value, RECOMPUTE)) for glob in _expand_range(where)]
+        elif key in LATER_AXES:
+            if value != "1" and value != "0":
+                raise BadInputError(f"--pin {text!r}: this version plans {key} at 1 only; leave the pin out.")
+        else:
+            plain[key] = _plain_value(text, key, value)
+    return Pins(**plain, regions=tuple(regions))  # pyright: ignore[reportArgumentType]  checked by _plain_value
+
+
+def _plain_value(text: str, key: str, value: str) -> int | str:
+    known = [field.name for field in fields(Pins) if field.name != "regions"]
+    if key not in known:
+        near = difflib.get_close_matches(key, known, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise BadInputError(f"--pin {text!r}: unknown key {key!r}; known: {', '.join(known)}.{hint}")
+    if key == "recompute":
+        return _choice(text, value, RECOMPUTE)
+    if key == "schedule":
+        return _choice(text, value, SCHEDULES)
+    if not value.isdigit() or (int(value) == 0 and key != "zero"):
+        raise BadInputError(f"--pin {text!r}: expected a positive whole number, got {value!r}.")
+    if key == "zero" and int(value) not in ZERO_STAGES:
+        raise BadInputError(f"--pin {text!r}: this version plans ZeRO stages {ZERO_STAGES}, got {value}.")
+    return int(value)
+
+
+def _choice(text: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise BadInputError(f"--pin {text!r}: expected one of {', '.join(choices)}, got {value!r}.")
+    return value
+
+
+def _expand_range(where: str) -> list[str]:
+    """``layers.0-3`` -> four globs; anything else is a glob as it stands."""
+    head, _, tail = where.rpartition(".")
+    first, dash, last = tail.partition("-")
+    if dash and first.isdigit() and last.isdigit():
+        return [f"*{head}.{i}" for i in range(int(first), int(last) + 1)]
+    return [where, f"*{where}"]
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def candidates(
+    devices: int,
+    global_batch: int,
+    tp_degrees: Sequence[int],
+    max_stages: int,
+    pins: Pins,
+    *,
+    batch_can_change: bool = True,
+) -> list[Candidate]:
+    """Every legal combination; raises BadInputError naming the pin or batch that leaves none."""
+    meshes = list(_meshes(devices, tp_degrees, max_stages, pins))
+    if not meshes:
+        raise BadInputError(_no_mesh_message(devices, tp_degrees, max_stages, pins))
+    found = [
+        Candidate(mesh, size, global_batch // (mesh.dp * size), zero)
+        for mesh in meshes
+        for size in _micro_batches(global_batch, mesh.dp, pins, batch_can_change)
+        for zero in ((pins.zero,) if pins.zero is not None else ZERO_STAGES)
+        if not (zero and mesh.dp == 1 and pins.zero is None)
+    ]
+    if not found:
+        raise BadInputError(_no_batch_message(global_batch, meshes, pins))
+    return found
+
+
+def _meshes(devices: int, tp_degrees: Sequence[int], max_stages: int, pins: Pins) -> Iterator[Mesh]:
+    for tp in tp_degrees:
+        if (pins.tp and tp != pins.tp) or devices % tp:
+            continue
+        for pp in divisors(devices // tp):
+            dp = devices // tp // pp
+            if pp <= max_stages and (not pins.pp or pp == pins.pp) and (not pins.dp or dp == pins.dp):
+                yield Mesh(pp, dp, tp)
+
+
+def _micro_batches(global_batch: int, dp: int, pins: Pins, batch_can_change: bool) -> list[int]:
+    if global_batch % dp:
+        return []
+    share = global_batch // dp
+    sizes = (pins.micro_batch,) if pins.micro_batch else MICRO_BATCHES if batch_can_change else (1,)
+    return [size for size in sizes if share % size == 0]
+
+
+def _no_mesh_message(devices: int, tp_degrees: Sequence[int], max_stages: int, pins: Pins) -> str:
+    pinned = " ".join(f"{k}={v}" for k, v in (("pp", pins.pp), ("dp", pins.dp), ("tp", pins.tp)) if v)
+    if pins.tp and pins.tp not in tp_degrees:
+        valid = ", ".join(map(str, tp_degrees))
+        return f"--pin tp={pins.tp}: the model allows tp degrees {valid}. Type `--pin tp={tp_degrees[-1]}`."
+    if pins.pp and pins.pp > max_stages:
+        return f"--pin pp={pins.pp}: the model has {max_stages} regions, so pp is at most {max_stages}."
+    product = (pins.pp or 1) * (pins.dp or 1) * (pins.tp or 1)
+    return (
+        f"no mesh of {devices} devices has {pinned or 'legal degrees'}: pp x dp x tp must equal {devices}"
+        f"{f', and the pins make a multiple of {product}' if pinned else ''}. "
+        f"Type `--devices {product * max(1, round(devices / product))}` or change a pin."
+    )
+
+
+def _no_batch_message(global_batch: int, meshes: Sequence[Mesh], pins: Pins) -> str:
+    unit = pins.micro_batch or 1
+    steps = sorted({mesh.dp * unit for mesh in meshes})
+    nearest = sorted(
+        {max(1, round(global_batch / step)) * step for step in steps}, key=lambda b: abs(b - global_batch)
+    )
+    shown = ", ".join(str(batch) for batch in nearest[:4])
+    return (
+        f"--global-batch {global_batch} divides on no mesh: each takes a multiple of dp x micro-batch "
+        f"({', '.join(map(str, steps[:6]))}). The nearest that work: {shown}."
+    )

@@ -1,0 +1,135 @@
+"""How long a collective takes on a group of ranks, by the links the group crosses.
+
+Comes in: kind, bytes, and a :class:`Span` (how many ranks, how far apart). Goes out: seconds, from the
+profile's fits ``alpha + s F / bandwidth + c s / (s + s0)``.
+
+A group meets up to three kinds of link: inside a fast domain, inside a node across fast domains (the
+P800's two quads: the profile's ``intra`` fits of more than ``fast_domain`` ranks), across nodes (``inter``
+fits, made for one rank a node). With g ranks of the group in each node, all_reduce, all_gather and
+reduce_scatter use g shares of the node's network cards, at most the rate inside the node; all_to_all and
+p2p do not, since each rank's own bytes leave through its own share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoplan.errors import BadProfileError
+from autoplan.hardware import CollectiveFit, HardwareProfile
+
+
+@dataclass(frozen=True)
+class Span:
+    """A group of ``size`` ranks, ``stride`` apart in global rank order (tp: 1; dp: tp; pp: tp x dp)."""
+
+    size: int
+    stride: int = 1
+
+    def ranks_within(self, block: int) -> int:
+        """How many of the group's ranks share one aligned block of ``block`` consecutive ranks."""
+        return max(1, min(self.size, block // self.stride))
+
+
+def traffic_factor(kind: str, ranks: int) -> float:
+    """F of the fit: the part of the message that crosses a rank's link (nccl-tests, PERFORMANCE.md)."""
+    if kind == "p2p":
+        return 1.0
+    return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class Links:
+    """Collective times on one cluster; ``fits[tier][kind]`` come from the profile."""
+
+    profile: HardwareProfile
+
+    def seconds(self, kind: str, message_bytes: float, span: Span) -> float:
+        """Time of one collective; 0 for a group of one.
+
+        ``message_bytes`` is the whole tensor over the group (gathered, or before it is reduced). In an
+        all_to_all each rank holds 1/size of it, which is the size its fit counts. Raises BadProfileError
+        when the profile has no fit for the kind.
+        """
+        if span.size <= 1 or message_bytes <= 0 or kind == "none":
+            return 0.0
+        inside = span.ranks_within(self.profile.devices_per_node)
+        if kind == "p2p":
+            return self._point_to_point(message_bytes, span)
+        if kind == "all_to_all":
+            message_bytes /= span.size
+        if inside == span.size:
+            return self._inside_node(kind, message_bytes, inside, span)
+        return self._across_nodes(kind, message_bytes, inside, span)
+
+    def estimated(self, kind: str, span: Span) -> frozenset[str]:
+        """Names of the estimated quantities that ``seconds`` reads for this collective."""
+        if span.size <= 1 or kind == "none":
+            return frozenset()
+        inside = span.ranks_within(self.profile.devices_per_node)
+        names: set[str] = set()
+        if inside > 1 and self._node_fit(kind, inside, span).tag == "estimated":
+            names.add(f"{kind} inside a node")
+        if inside < span.size and self._network_fit(kind, span.size // inside).tag == "estimated":
+            names.add(f"{kind} across nodes")
+        return frozenset(names)
+
+    def _point_to_point(self, message_bytes: float, span: Span) -> float:
+        inside_node = span.stride < self.profile.devices_per_node
+        fit = self._node_fit("p2p", 2, span) if inside_node else self._network_fit("p2p", 2)
+        return fit.alpha_s + message_bytes / fit.bytes_per_s + _ramp(fit, message_bytes)
+
+    def _inside_node(self, kind: str, message_bytes: float, ranks: int, span: Span) -> float:
+        fit = self._node_fit(kind, ranks, span)
+        transfer = message_bytes * traffic_factor(kind, ranks) / fit.bytes_per_s
+        return fit.alpha_s * _depth(ranks, fit.ranks) + transfer + _ramp(fit, message_bytes)
+
+    def _across_nodes(self, kind: str, message_bytes: float, inside: int, span: Span) -> float:
+        nodes = math.ceil(span.size / inside)
+        fit = self._network_fit(kind, nodes)
+        shares = 1 if kind == "all_to_all" else inside
+        bytes_per_s = shares * fit.bytes_per_s
+        if inside > 1:
+            bytes_per_s = min(bytes_per_s, self._node_fit(kind, inside, span).bytes_per_s)
+        crossing = traffic_factor(kind, span.size)
+        if kind == "all_to_all":  # what stays in the node does not cross
+            crossing = (nodes - 1) / nodes
+        transfer = message_bytes * crossing / bytes_per_s
+        return fit.alpha_s * _depth(nodes, fit.ranks) + transfer + _ramp(fit, message_bytes / shares)
+
+    def _node_fit(self, kind: str, ranks: int, span: Span) -> CollectiveFit:
+        """The nearest fit measured on the same side of the fast domain as the group."""
+        fits = self._fits("intra", kind)
+        domain = self.profile.fast_domain
+        crosses = span.ranks_within(domain) < ranks
+        same_side = [fit for fit in fits if (fit.ranks > domain) == crosses]
+        return _nearest(same_side or fits, ranks)
+
+    def _network_fit(self, kind: str, nodes: int) -> CollectiveFit:
+        return _nearest(self._fits("inter", kind), nodes)
+
+    def _fits(self, tier: str, kind: str) -> Sequence[CollectiveFit]:
+        fits = self.profile.collectives.get(tier, {}).get(kind, ())
+        if not fits and tier == "inter":
+            fits = self.profile.collectives.get("intra", {}).get(kind, ())
+        if not fits:
+            raise BadProfileError(
+                f"hardware profile {self.profile.name} has no {tier} fit for {kind}: expected an entry "
+                f"collectives.{tier}.{kind} with ranks, alpha_s, bytes_per_s, ramp_s and ramp_bytes; "
+                "add it to the profile's YAML."
+            )
+        return fits
+
+
+def _nearest(fits: Sequence[CollectiveFit], ranks: int) -> CollectiveFit:
+    return min(fits, key=lambda fit: (abs(math.log2(fit.ranks) - math.log2(ranks)), fit.ranks))
+
+
+def _depth(ranks: int, fitted_ranks: int) -> float:
+    """Latency grows with the depth of a tree over the ranks; never below the fitted one's share."""
+    return math.log2(max(ranks, 2)) / math.log2(max(fitted_ranks, 2))
+
+
+def _ramp(fit: CollectiveFit, message_bytes: float) -> float:
+    return fit.ramp_s * message_bytes / (message_bytes + fit.ramp_bytes)

@@ -1,0 +1,109 @@
+"""From a region's graph to the work it does: one :class:`Operation` per node.
+
+Comes in: a local (per-rank) region graph with ``meta["val"]`` on every node. Goes out: operations in
+graph order, then the gradient sums autograd adds where a tensor has several users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from autoplan_cost_models.contractions import (
+    contraction_kernels,
+    is_contraction,
+    refuse_unpriced_contraction,
+)
+from autoplan_cost_models.kernels import CollectiveCall, Kernel, Kind, Operation
+from autoplan_cost_models.node_facts import differentiable_nodes, kernel_dtype, node_bytes, op_name
+from autoplan_cost_models.traffic import is_free, memory_kernels
+
+# The Python functions that are nothing but communication, and whether they also copy a tensor locally
+# (to cut it, or to join the pieces that arrived).
+PURE_COLLECTIVES: dict[str, bool] = {
+    "copy_to": False,
+    "reduce_from": False,
+    "gather_from": True,
+    "scatter_to": True,
+    "gather_reduce": True,
+    "reduce_scatter": True,
+    "all_to_all": True,
+}
+# Node names given to work that belongs to no node.
+GRADIENT_SUMS = "gradient sums"
+
+
+def operations(graph: fx.GraphModule) -> tuple[Operation, ...]:
+    """One record per ``call_function`` node, plus one named ``gradient sums``.
+
+    Raises UnsupportedOpError for a matrix-product-like op without a FLOPs formula.
+    """
+    needing = differentiable_nodes(graph.graph)
+    found = [node_operation(node, needing) for node in graph.graph.nodes if node.op == "call_function"]
+    return (*found, _gradient_sums(graph.graph, needing))
+
+
+def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
+    """The work of one node; ``needing`` are the nodes whose value needs a gradient."""
+    calls_forward, calls_backward = _collective_calls(node, needing)
+    kind: Kind
+    if is_contraction(node):
+        kind, forward, backward = contraction_kernels(node, needing)
+    else:
+        if not calls_forward and not calls_backward and "collective" not in node.meta:
+            refuse_unpriced_contraction(node)
+        forward, backward = memory_kernels(node, needing)
+        kind = "free" if is_free(node) else "memory"
+        if op_name(node) in PURE_COLLECTIVES:
+            kind, (forward, backward) = "collective", _local_copies(node, needing)
+    return Operation(node.name, str(node.target), kind, forward, backward, calls_forward, calls_backward)
+
+
+def _local_copies(
+    node: fx.Node, needing: frozenset[fx.Node]
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Reading and writing the larger of input and output once each way."""
+    if not PURE_COLLECTIVES[op_name(node)]:
+        return (), ()
+    larger = max(node_bytes(node), *(node_bytes(source) for source in node.all_input_nodes))
+    copy = (Kernel("memory", kernel_dtype(node), 2.0 * larger),)
+    return copy, copy if node in needing else ()
+
+
+def _collective_calls(
+    node: fx.Node, needing: frozenset[fx.Node]
+) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
+    """``meta["collective"]``: one or several (kinds, then bytes, forward and backward; then the axis)."""
+    entry: Any = node.meta.get("collective")
+    if not entry:
+        return (), ()
+    entries: Iterable[Any] = [entry] if isinstance(entry[0], str) else entry
+    forward: list[CollectiveCall] = []
+    backward: list[CollectiveCall] = []
+    for kind_forward, kind_backward, bytes_forward, bytes_backward, axis in entries:
+        if kind_forward != "none":
+            forward.append(CollectiveCall(kind_forward, float(bytes_forward), axis))
+        if kind_backward != "none" and node in needing:
+            backward.append(CollectiveCall(kind_backward, float(bytes_backward), axis))
+    return tuple(forward), tuple(backward)
+
+
+def _gradient_sums(graph: fx.Graph, needing: frozenset[fx.Node]) -> Operation:
+    """Autograd adds the gradients of a tensor's users one by one: read two, write one, k - 1 times.
+
+    Parameters also add into ``.grad`` once a micro-batch.
+    """
+    kernels: list[Kernel] = []
+    for node in graph.nodes:
+        if node not in needing:
+            continue
+        users = sum(1 for user in node.users if user in needing)
+        extra = users - 1
+        if node.op == "placeholder" and node.meta.get("kind") == "parameter" and users:
+            extra += 1
+        if extra > 0 and op_name(node) != "getitem":
+            traffic = 3.0 * node_bytes(node) * extra
+            kernels.append(Kernel("memory", kernel_dtype(node), traffic, launches=extra))
+    return Operation(GRADIENT_SUMS, "add", "memory", backward=tuple(kernels))

@@ -1,0 +1,144 @@
+"""What a measured region costs on one rank, for any micro-batch and tp group.
+
+Comes in: :class:`RegionWork` and a hardware profile. Goes out: :class:`RegionCost` (seconds, bytes,
+FLOPs), by vector arithmetic alone, in well under a millisecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoplan.hardware import HardwareProfile
+from autoplan_cost_models.collectives import Links, Span
+from autoplan_cost_models.compute import Speeds
+from autoplan_cost_models.kernels import Operation
+from autoplan_cost_models.layout_prices import NodePrices
+from autoplan_cost_models.memory import NamedBytes
+from autoplan_cost_models.region_work import ParameterUse, RegionWork, measure_region
+
+__all__ = ["CostModel", "RegionCost", "RegionWork", "measure_region"]
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """One region on one rank, for one micro-batch.
+
+    ``forward_s`` and ``backward_s`` are compute alone; ``tp_forward_s`` and ``tp_backward_s`` the
+    collectives of the tp axis, none hidden behind compute. The mappings are keyed by recompute kind:
+    extra backward time (collectives run again included); bytes kept per micro-batch in flight (the
+    region's inputs included, its outputs not: they are the next region's inputs; ``side_items``, read by
+    every block, apart: a stage counts them once); bytes that live only while the region runs.
+    ``model_flops`` is three times the forward contractions of the whole region, causal attention half.
+    ``estimated`` names the estimated quantities used.
+    """
+
+    forward_s: float
+    backward_s: float
+    tp_forward_s: float
+    tp_backward_s: float
+    recompute_s: Mapping[str, float]
+    saved_bytes: Mapping[str, float]
+    transient_bytes: Mapping[str, float]
+    saved_items: Mapping[str, tuple[NamedBytes, ...]]
+    transient_items: Mapping[str, tuple[NamedBytes, ...]]
+    side_items: tuple[NamedBytes, ...]
+    parameters: tuple[ParameterUse, ...]
+    buffer_bytes: float
+    output_bytes: float
+    model_flops: float
+    estimated: tuple[str, ...] = ()
+
+    @property
+    def parameter_numel(self) -> int:
+        return sum(use.numel for use in self.parameters)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(use.numel for use in self.parameters if use.trainable)
+
+    @property
+    def parameter_bytes(self) -> float:
+        return float(sum(use.bytes for use in self.parameters))
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices regions, operations and collectives on one chip and cluster, computing in ``dtype``.
+
+    ``dtype`` is the workload's policy (``bf16``, ``fp32``, ...); each kernel is priced in its own dtype.
+    """
+
+    profile: HardwareProfile
+    dtype: str
+    speeds: Speeds = field(init=False, repr=False)
+    links: Links = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speeds", Speeds(self.profile))
+        object.__setattr__(self, "links", Links(self.profile))
+
+    @property
+    def fused_attention(self) -> bool:
+        """What ``measure_region`` must be told: whether the chip has a flash kernel."""
+        return "flash_attention" in self.profile.kernels
+
+    def region_cost(self, work: RegionWork, micro_batch: int, tp_span: Span) -> RegionCost:
+        """Price ``work`` at ``micro_batch`` samples with its tp collectives on ``tp_span``.
+
+        Raises BadInputError when the graph is known at another micro-batch only.
+        """
+        table = work.kernels(micro_batch)
+        steps = work.steps_to(micro_batch)
+        seconds = self.speeds.seconds(table)
+        backward = float(np.sum(seconds[table.is_backward]))
+        tp_forward, tp_backward, tp_again = self._tp_seconds(work, steps, tp_span)
+        again = {kind: float(np.sum(seconds[flags])) for kind, flags in work.run_again.items()}
+        again["full"] += tp_again
+        saved, transient = work.memory.saved_items(steps), work.memory.transient_items(steps)
+        return RegionCost(
+            forward_s=float(np.sum(seconds)) - backward,
+            backward_s=backward,
+            tp_forward_s=tp_forward,
+            tp_backward_s=tp_backward,
+            recompute_s=again,
+            saved_bytes={kind: sum(item.bytes for item in items) for kind, items in saved.items()},
+            transient_bytes={kind: sum(item.bytes for item in items) for kind, items in transient.items()},
+            saved_items=saved,
+            transient_items=transient,
+            side_items=work.memory.side_items(steps),
+            parameters=work.parameters,
+            buffer_bytes=work.buffer_bytes,
+            output_bytes=work.memory.output_bytes.at(steps),
+            model_flops=3.0 * work.whole_flops.at(steps),
+            estimated=self._estimated(work, tp_span),
+        )
+
+    def collective_s(self, kind: str, message_bytes: float, span: Span) -> float:
+        """Seconds of one collective; see :meth:`Links.seconds`."""
+        return self.links.seconds(kind, message_bytes, span)
+
+    def operation_s(self, operation: Operation, fraction: float = 1.0) -> float:
+        """Forward plus backward seconds of one operation when a rank does ``fraction`` of its work."""
+        return self.speeds.operation_seconds(operation, fraction)
+
+    def layout_prices(self, tp_span: Span) -> NodePrices:
+        """Prices of nodes and collectives on one tp group, as the layout search asks for them."""
+        return NodePrices(self.speeds, self.links, tp_span)
+
+    def _tp_seconds(self, work: RegionWork, steps: float, span: Span) -> tuple[float, float, float]:
+        forward = backward = again = 0.0
+        for form in work.collectives:
+            one = self.links.seconds(form.kind, form.size.at(steps), span)
+            forward += form.forward * one
+            backward += form.backward * one
+            again += form.recomputed * one
+        return forward, backward, again
+
+    def _estimated(self, work: RegionWork, span: Span) -> tuple[str, ...]:
+        names = set(self.speeds.estimated(work.table))
+        for form in work.collectives:
+            names.update(self.links.estimated(form.kind, span))
+        return tuple(sorted(names))

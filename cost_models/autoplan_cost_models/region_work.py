@@ -1,0 +1,175 @@
+"""One region class measured once: its operations, kernels, collectives, parameters and memory.
+
+Comes in: the class's local graph at two micro-batches. Goes out: :class:`RegionWork`, linear in the
+micro-batch, with no graph or tensor left in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from torch import fx
+
+from autoplan.errors import BadInputError
+from autoplan_cost_models.kernel_table import Flags, KernelTable, check_same_kernels, kernel_table
+from autoplan_cost_models.kernels import CONTRACTION_KINDS, CollectiveCall, Operation
+from autoplan_cost_models.memory import trace_memory
+from autoplan_cost_models.memory_forms import Form, MemoryForms, memory_forms
+from autoplan_cost_models.node_facts import node_bytes, outputs_of, placeholder_needs_gradient
+from autoplan_cost_models.operations import operations
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """One parameter as a region uses it, after tp: ``source`` is its qualified name."""
+
+    source: str
+    numel: int
+    bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class CollectiveForm:
+    """Equal collectives of a region: their size, and how many run forward, backward and again when
+    everything is recomputed."""
+
+    kind: str
+    size: Form
+    forward: int
+    backward: int
+    recomputed: int
+
+
+@dataclass(frozen=True)
+class RegionWork:
+    """A region class, measured.
+
+    ``base`` is the micro-batch of ``table`` and ``next_table`` that of one sample more; None when only
+    ``base`` is known, and then no other micro-batch can be priced. ``whole_flops`` are the contraction
+    FLOPs of one forward of the unsharded region.
+    """
+
+    base: int
+    operations: tuple[Operation, ...]
+    table: KernelTable
+    next_table: KernelTable | None
+    collectives: tuple[CollectiveForm, ...]
+    memory: MemoryForms
+    parameters: tuple[ParameterUse, ...]
+    buffer_bytes: float
+    whole_flops: Form
+
+    def steps_to(self, micro_batch: int) -> float:
+        """How many samples ``micro_batch`` is from ``base``; raises BadInputError if that is unknown."""
+        if micro_batch != self.base and self.next_table is None:
+            raise BadInputError(
+                f"micro-batch {micro_batch}: this model was captured at batch {self.base} only and its "
+                f"graph is not known to be linear in the batch; type --pin micro_batch={self.base}."
+            )
+        return float(micro_batch - self.base)
+
+    def kernels(self, micro_batch: int) -> KernelTable:
+        steps = self.steps_to(micro_batch)
+        return self.table.towards(self.next_table, steps) if self.next_table is not None else self.table
+
+    @cached_property
+    def run_again(self) -> Mapping[str, Flags]:
+        """Per kernel: whether each recompute kind runs it a second time."""
+        stop = self.memory.last_saver
+        recomputed = ~self.table.is_backward & (self.table.operation < stop)
+        keeps = np.array([operation.selective_keeps for operation in self.operations], dtype=np.bool_)
+        return {
+            "none": np.zeros_like(recomputed),
+            "selective": recomputed & ~keeps[self.table.operation],
+            "full": recomputed,
+        }
+
+
+def measure_region(
+    graphs: Mapping[int, fx.GraphModule],
+    *,
+    whole: RegionWork | None = None,
+    fused_attention: bool = True,
+) -> RegionWork:
+    """Measure a region class from its local graphs, keyed by micro-batch (1 and 2; or the one known).
+
+    ``whole`` is the same class unsharded (tp = 1), for the model's FLOPs; None: these graphs are whole.
+    ``fused_attention``: whether the chip has a flash kernel (``profile.kernels``). Bind collective
+    functions to dry groups before the call. Raises BadInputError when the two graphs differ in nodes,
+    UnsupportedOpError for a contraction without a FLOPs formula.
+    """
+    batches = sorted(graphs)[:2]
+    found = [operations(graphs[batch]) for batch in batches]
+    traces = [trace_memory(graphs[b], f, fused_attention=fused_attention) for b, f in zip(batches, found)]
+    samples = batches[-1] - batches[0]
+    table, next_table = kernel_table(found[0]), None
+    if samples:
+        check_same_kernels(found[0], found[1])
+        next_table = table.towards(kernel_table(found[1]), 1.0 / samples)
+    graph = graphs[batches[0]].graph
+    work = RegionWork(
+        base=batches[0],
+        operations=found[0],
+        table=table,
+        next_table=next_table,
+        collectives=_collective_forms(found, samples, traces[0].last_saver),
+        memory=memory_forms(traces, samples),
+        parameters=_parameters(graph),
+        buffer_bytes=_buffer_bytes(graph),
+        whole_flops=Form.through([_contraction_flops(group) for group in found], samples),
+    )
+    return replace(work, whole_flops=whole.whole_flops) if whole is not None else work
+
+
+def _contraction_flops(found: Sequence[Operation]) -> float:
+    return sum(operation.forward_flops for operation in found if operation.kind in CONTRACTION_KINDS)
+
+
+def _collective_forms(
+    found: Sequence[Sequence[Operation]], samples: int, last_saver: int
+) -> tuple[CollectiveForm, ...]:
+    """Group calls of equal kind and size; the calls of the two micro-batches correspond by position."""
+    counts: Counter[tuple[str, Form, str]] = Counter()
+    for index, same in enumerate(zip(*found)):
+        for call in zip(*(operation.forward_collectives for operation in same)):
+            counts[(*_call_form(call, samples), "forward")] += 1
+            counts[(*_call_form(call, samples), "recomputed")] += 1 if index < last_saver else 0
+        for call in zip(*(operation.backward_collectives for operation in same)):
+            counts[(*_call_form(call, samples), "backward")] += 1
+    shapes = dict.fromkeys((kind, size) for kind, size, _ in counts)
+    return tuple(
+        CollectiveForm(
+            kind, size, *(counts[kind, size, when] for when in ("forward", "backward", "recomputed"))
+        )
+        for kind, size in shapes
+    )
+
+
+def _call_form(call: Sequence[CollectiveCall], samples: int) -> tuple[str, Form]:
+    return call[0].kind, Form.through([one.bytes for one in call], samples)
+
+
+def _parameters(graph: fx.Graph) -> tuple[ParameterUse, ...]:
+    """Each parameter once, by qualified name."""
+    uses: dict[str, ParameterUse] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta.get("kind") == "parameter":
+            source = str(node.meta.get("source", node.name))
+            (tensor,) = outputs_of(node)
+            trainable = placeholder_needs_gradient(node)
+            uses[source] = ParameterUse(
+                source, tensor.numel(), tensor.numel() * tensor.element_size(), trainable
+            )
+    return tuple(uses.values())
+
+
+def _buffer_bytes(graph: fx.Graph) -> float:
+    kinds = ("buffer", "constant")
+    return float(
+        sum(node_bytes(n) for n in graph.nodes if n.op == "placeholder" and n.meta.get("kind") in kinds)
+    )

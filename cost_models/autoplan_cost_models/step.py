@@ -1,0 +1,228 @@
+"""The forecast of one training step, priced from scratch from a plan's part.
+
+Comes in: a :class:`~autoplan.plan.Part` and a cost per region. Goes out: a Prediction whose breakdown sums
+to the step's time, and one StagePrediction per stage. The search takes its objective from here, and a
+checker can price any plan here without the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoplan.hardware import HardwareProfile
+from autoplan.plan import MemoryItem, Part, Prediction, RegionPlan, StagePrediction, Workload
+from autoplan_cost_models.collectives import Span
+from autoplan_cost_models.compute import DTYPE_FALLBACKS
+from autoplan_cost_models.region_cost import CostModel, RegionCost
+from autoplan_cost_models.schedule import Timeline, in_flight, simulate
+from autoplan_cost_models.stage_memory import (
+    PlacedRegion,
+    StageSetting,
+    memory_limit_bytes,
+    stage_memory,
+    stage_parameters,
+    stage_states,
+)
+from autoplan_cost_models.stage_time import StageSeconds, dp_span, stage_seconds
+from autoplan_cost_models.training_state import gradient_bytes
+
+RegionCosts = Mapping[str, RegionCost] | Callable[[RegionPlan], RegionCost]
+BREAKDOWN = (
+    "compute",
+    "recompute",
+    "tp_communication",
+    "zero_gather",
+    "pipeline_bubble",
+    "p2p",
+    "gradient_sync",
+    "optimizer",
+)
+
+
+@dataclass(frozen=True)
+class PricedStage:
+    """One stage: its regions, seconds, memory, and bytes it sends on per micro-batch."""
+
+    regions: tuple[PlacedRegion, ...]
+    seconds: StageSeconds
+    in_flight: int
+    peak_bytes: float
+    items: tuple[MemoryItem, ...]
+    sends_bytes: float
+
+
+def price_plan(
+    part: Part, costs: RegionCosts, cost_model: CostModel, workload: Workload
+) -> tuple[Prediction, tuple[StagePrediction, ...]]:
+    """Price every stage, simulate the schedule, add what happens once a step.
+
+    ``costs`` gives a region's cost at the part's micro-batch and tp: by layout id, or by RegionPlan. The
+    step ends when every stage has reduced its gradients (the global norm needs them all) and updated
+    its weights. ``breakdown_s`` is the busiest stage's time; ``pipeline_bubble`` is what it waits.
+    """
+    stages = _price_stages(part, costs, cost_model, workload)
+    hops = _hop_seconds(part, stages, cost_model)
+    forward = [stage.seconds.forward for stage in stages]
+    backward = [stage.seconds.backward for stage in stages]
+    timeline = simulate(part.schedule, forward, backward, part.microbatches, hops)
+    breakdown = _breakdown(part, stages, hops, timeline, _tied_sync_s(part, stages, cost_model, workload))
+    step_s = sum(breakdown.values())
+    model_flops = _model_flops(part, stages)
+    peak_flops = part.mesh.devices * step_s * peak_flops_per_s(cost_model.profile, workload.dtype)
+    prediction = Prediction(
+        step_time_s=step_s,
+        tokens_per_s=workload.global_batch * workload.tokens_per_sample / step_s,
+        mfu=model_flops / peak_flops,
+        model_flops=model_flops,
+        breakdown_s=breakdown,
+        estimated_inputs=_estimated(part, stages, cost_model, workload),
+    )
+    limit = memory_limit_bytes(cost_model.profile)
+    return prediction, tuple(_stage_prediction(stage, limit) for stage in stages)
+
+
+def peak_flops_per_s(profile: HardwareProfile, dtype: str) -> float:
+    """The dtype's peak on the chip, against which MFU is measured; the nearest dtype's where it has none."""
+    name = dtype.split("-")[0]
+    for candidate in (name, *(other for other, _ in DTYPE_FALLBACKS.get(name, ()))):
+        if candidate in profile.peak_flops:
+            return profile.peak_flops[candidate].value
+    return max(quantity.value for quantity in profile.peak_flops.values())
+
+
+def _price_stages(
+    part: Part, costs: RegionCosts, cost_model: CostModel, workload: Workload
+) -> tuple[PricedStage, ...]:
+    placed = [tuple(_place(region, costs) for region in stage.regions) for stage in part.stages]
+    sends = [regions[-1].cost.output_bytes for regions in placed[:-1]]
+    priced: list[PricedStage] = []
+    for index, regions in enumerate(placed):
+        setting = _setting(part, index, workload)
+        states = stage_states(regions, setting)
+        received = sends[index - 1] if index else 0.0
+        sent = sends[index] if index < len(sends) else 0.0
+        trainable = sum(use.numel for use in stage_parameters(regions) if use.trainable)
+        seconds = stage_seconds(regions, states, trainable, cost_model, part.mesh, part.zero, workload.dtype)
+        peak, items = stage_memory(regions, setting, received, sent)
+        priced.append(PricedStage(regions, seconds, setting.in_flight, peak, items, sent))
+    return tuple(priced)
+
+
+def _place(region: RegionPlan, costs: RegionCosts) -> PlacedRegion:
+    cost = costs(region) if callable(costs) else costs[region.layout]
+    return PlacedRegion(region.region, region.layout, region.recompute, cost)
+
+
+def _setting(part: Part, stage: int, workload: Workload) -> StageSetting:
+    stages = len(part.stages)
+    return StageSetting(
+        dtype=workload.dtype,
+        optimizer=workload.optimizer,
+        zero=part.zero,
+        dp=part.mesh.dp,
+        stage=stage,
+        stages=stages,
+        microbatches=part.microbatches,
+        in_flight=in_flight(part.schedule, stage, stages, part.microbatches),
+    )
+
+
+def _hop_seconds(part: Part, stages: Sequence[PricedStage], cost_model: CostModel) -> list[float]:
+    """One hop's latency: every tp rank sends the whole boundary tensors to its peer on the next stage."""
+    span = Span(2, part.mesh.tp * part.mesh.dp)
+    return [cost_model.collective_s("p2p", stage.sends_bytes, span) for stage in stages[:-1]]
+
+
+def _breakdown(
+    part: Part,
+    stages: Sequence[PricedStage],
+    hops: Sequence[float],
+    timeline: Timeline,
+    tied_sync_s: float,
+) -> dict[str, float]:
+    """Seconds by cause; they sum to the step. p2p is what the schedule loses to its hops."""
+    forward = [stage.seconds.forward for stage in stages]
+    backward = [stage.seconds.backward for stage in stages]
+    free = simulate(part.schedule, forward, backward, part.microbatches) if any(hops) else timeline
+    busiest = max((stage.seconds for stage in stages), key=lambda s: s.forward + s.backward)
+    m = part.microbatches
+    synced = max(timeline.end_s(i) + stage.seconds.gradient_sync for i, stage in enumerate(stages))
+    return {
+        "compute": m * (busiest.forward_compute + busiest.backward_compute),
+        "recompute": m * busiest.recompute,
+        "tp_communication": m * busiest.tp_communication,
+        "zero_gather": m * busiest.zero_gather,
+        "pipeline_bubble": max(0.0, free.bubble_s),
+        "p2p": timeline.makespan_s - free.makespan_s,
+        "gradient_sync": synced - timeline.makespan_s + tied_sync_s,
+        "optimizer": max(stage.seconds.optimizer for stage in stages),
+    }
+
+
+def _tied_sync_s(
+    part: Part, stages: Sequence[PricedStage], cost_model: CostModel, workload: Workload
+) -> float:
+    """Gradients of a parameter that regions of different layouts on different stages share: one
+    all-reduce between those stages, after the replicas'."""
+    homes: dict[str, dict[str, int]] = {}
+    sizes: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        for region in stage.regions:
+            for use in region.cost.parameters:
+                homes.setdefault(use.source, {}).setdefault(region.layout, index)
+                sizes[use.source] = use.numel if use.trainable else 0
+    total = 0.0
+    for source, by_layout in homes.items():
+        places = sorted(set(by_layout.values()))
+        if len(by_layout) > 1 and len(places) > 1:
+            stride = part.mesh.tp * part.mesh.dp * (places[-1] - places[0])
+            moved = gradient_bytes(sizes[source], workload.dtype)
+            total += cost_model.collective_s("all_reduce", moved, Span(len(places), stride))
+    return total
+
+
+def _model_flops(part: Part, stages: Sequence[PricedStage]) -> float:
+    """FLOPs of one step over all replicas: 3x the forward contractions of the whole model."""
+    per_micro_batch = sum(region.cost.model_flops for stage in stages for region in stage.regions)
+    return per_micro_batch * part.microbatches * part.mesh.dp
+
+
+def _estimated(
+    part: Part, stages: Sequence[PricedStage], cost_model: CostModel, workload: Workload
+) -> tuple[str, ...]:
+    """Names of every estimated quantity behind the forecast."""
+    profile, mesh = cost_model.profile, part.mesh
+    names = {name for stage in stages for region in stage.regions for name in region.cost.estimated}
+    kinds = {0: ("all_reduce",), 3: ("all_gather", "reduce_scatter")}.get(part.zero, ("reduce_scatter",))
+    for kind in kinds:
+        names |= cost_model.links.estimated(kind, dp_span(mesh))
+    if mesh.pp > 1:
+        names |= cost_model.links.estimated("p2p", Span(2, mesh.tp * mesh.dp))
+    quantities = {
+        "memory reserved for the runtime": profile.reserve_bytes,
+        "memory lost to fragmentation": profile.fragmentation,
+        "device memory": profile.memory_bytes,
+    }
+    names |= {name for name, quantity in quantities.items() if quantity.tag == "estimated"}
+    peak = profile.peak_flops.get(workload.dtype)
+    if peak is None or peak.tag == "estimated":
+        names.add(f"{workload.dtype} peak (MFU)")
+    return tuple(sorted(names))
+
+
+def _stage_prediction(stage: PricedStage, limit_bytes: float) -> StagePrediction:
+    seconds = stage.seconds
+    return StagePrediction(
+        forward_s=seconds.forward,
+        backward_s=seconds.backward,
+        recompute_s=seconds.recompute,
+        tp_communication_s=seconds.tp_communication,
+        gradient_sync_s=seconds.gradient_sync,
+        optimizer_s=seconds.optimizer,
+        sends_bytes=stage.sends_bytes,
+        in_flight=stage.in_flight,
+        memory_limit_bytes=limit_bytes,
+        memory_peak_bytes=stage.peak_bytes,
+        memory_items=stage.items,
+    )

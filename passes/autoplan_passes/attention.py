@@ -1,0 +1,72 @@
+"""The attention ops of a region graph: which head counts they have, and which tp degrees cut them all.
+
+Repeated key-value heads (expand and reshape, ``repeat_interleave``) are traced back to the heads that the
+model stores.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from autoplan_passes import table_dims
+from autoplan_passes.calls import Call, op_name, overload_name, shape_of
+from autoplan_passes.rules import form_of
+
+ATTENTION = "aten.scaled_dot_product_attention"
+PRODUCTS = ("aten.matmul", "aten.bmm")
+SOFTMAX = ("aten.softmax", "aten._softmax")
+SAME_HEADS = ("aten.clone", "aten.contiguous", "aten.alias", "aten._to_copy", *table_dims.ROWS)
+# Between scores and weights of attention written by hand: scaling, masks, casts, dropout.
+BETWEEN = 8
+
+
+def attention_heads(graph: fx.GraphModule) -> list[tuple[fx.Node, int, int]]:
+    """(node, query heads, key-value heads) of every attention op, fused or written as two products."""
+    found: list[tuple[fx.Node, int, int]] = []
+    for node in graph.graph.nodes:
+        if op_name(node) == ATTENTION and len(shape_of(node)) > 3:
+            query, key = Call(node).tensors[:2]
+            found.append((node, shape_of(query)[-3], _stored_heads(key)))
+        elif op_name(node) in SOFTMAX and (product := _scores(node)) is not None:
+            found.append((node, shape_of(node)[-3], _stored_heads(Call(product).tensors[1])))
+    return found
+
+
+def tp_degrees(graph: fx.GraphModule) -> tuple[int, ...]:
+    """The degrees that divide the query and key-value heads of every attention op; () without attention."""
+    heads = [count for _, query, key in attention_heads(graph) for count in (query, key)]
+    return tuple(t for t in range(1, min(heads) + 1) if all(n % t == 0 for n in heads)) if heads else ()
+
+
+def _scores(softmax: fx.Node) -> fx.Node | None:
+    """The product of queries and keys under a softmax over [samples, heads, queries, keys]."""
+    node = softmax
+    for _ in range(BETWEEN):
+        same = [n for n in node.all_input_nodes if "val" in n.meta and shape_of(n) == shape_of(softmax)]
+        if len(shape_of(softmax)) != 4 or not same:
+            return None
+        node = same[0]
+        if op_name(node) in PRODUCTS:
+            return node
+        if node.op == "placeholder":
+            return None
+    return None
+
+
+def _stored_heads(key: fx.Node) -> int:
+    """Heads of ``key`` before they were repeated for the groups of query heads."""
+    node, tracked = key, {len(shape_of(key)) - 3}
+    heads = math.prod(shape_of(node)[d] for d in tracked)
+    while {op_name(node), overload_name(node)} & set(SAME_HEADS) and len(Call(node).tensors) == 1:
+        form = form_of(node)
+        if form is None or form.parts is not None:
+            break
+        atoms = {atom for d in tracked for atom in form.output[d]}
+        source = {d for d, dim in enumerate(form.inputs[0]) if atoms & set(dim)}
+        if any(set(form.inputs[0][d]) - atoms for d in source):
+            break
+        node, tracked = Call(node).tensors[0], source
+        heads = math.prod(shape_of(node)[d] for d in tracked)
+    return heads

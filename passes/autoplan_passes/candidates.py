@@ -1,0 +1,212 @@
+"""Which tensors carry gradients and which cuts of each are worth considering: a region graph comes in.
+
+Out goes :class:`~autoplan_passes.rules.Facts`. Cuts start at the dims of parameters that take part in
+contractions and are carried through the graph by the ops' Forms, both ways. Dims of tokens (all dims of
+an input but the last, and what arises from them) are not cut: that is the business of other axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from autoplan_passes.calls import Call, first_tensor, is_tensor, op_name, shape_of
+from autoplan_passes.dims import OUTPUT, Form, carry, narrow, place
+from autoplan_passes.rules import Facts, form_of
+from autoplan_passes.states import State, divides, shard
+from autoplan_passes.table_pointwise import FILLS
+
+NO_GRADIENT_OPS = frozenset(
+    ["aten.detach", *(f"aten.{x}_like" for x in FILLS), *(f"aten.new_{x}" for x in FILLS)]
+)
+MAX_SWEEPS = 8
+TOKEN, MIXED, FEATURE = "token", "mixed", "feature"
+
+
+def find_facts(graph: fx.Graph, size: int, seeds: Mapping[fx.Node, State] | None = None) -> Facts:
+    """Differentiable nodes and candidate cuts of a region graph; ``seeds`` adds states of parameters."""
+    differentiable = find_differentiable(graph)
+    if size == 1:
+        return Facts(differentiable)
+    active = find_active(graph, differentiable)
+    spread = _Spread(graph, size, active)
+    for node in graph.nodes:
+        if node.meta.get("kind") == "parameter" and len(shape_of(node)) > 1:
+            spread.add_all(node, (shard(d) for d in range(len(shape_of(node)))))
+    for node, state in (seeds or {}).items():
+        spread.add_all(node, [state] if state.is_shard else [])
+    spread.run()
+    return Facts(differentiable, {node: frozenset(states) for node, states in spread.cuts.items()})
+
+
+def find_differentiable(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Nodes whose gradient is needed: trainable parameters, activations, and what depends on them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not is_tensor(node) or not any_floating(node) or op_name(node) in NO_GRADIENT_OPS:
+            continue
+        if node.op == "placeholder":
+            trainable = node.meta.get("trainable", True) and node.meta.get("requires_grad", True)
+            if trainable and node.meta.get("kind") in ("parameter", "input"):
+                found.add(node)
+        elif any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
+
+
+def any_floating(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    tensors = [value] if isinstance(value, torch.Tensor) else value
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in tensors)
+
+
+def find_active(graph: fx.Graph, differentiable: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    """Nodes that depend on a parameter or a differentiable input; the rest are constants of the step."""
+    active: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_source = node in differentiable or node.meta.get("kind") == "parameter"
+        if is_tensor(node) and (is_source or any(n in active for n in node.all_input_nodes)):
+            active.add(node)
+    return frozenset(active)
+
+
+@dataclass
+class _Spread:
+    """Carries cuts from tensor to tensor until nothing is new."""
+
+    graph: fx.Graph
+    size: int
+    active: frozenset[fx.Node]
+    cuts: dict[fx.Node, set[State]] = field(default_factory=dict[fx.Node, set[State]])
+
+    def __post_init__(self) -> None:
+        self.calls = {n: Call(n) for n in self.graph.nodes if n.op == "call_function" and n in self.active}
+        self.forms = {n: form for n in self.calls if (form := form_of(n)) is not None}
+        tokens = find_token_dims(self.graph)
+        self.token_atoms = {n: _token_atoms(form, self.calls[n], tokens) for n, form in self.forms.items()}
+        self.grew = False
+
+    def add_all(self, node: fx.Node, states: Iterator[State] | list[State]) -> None:
+        known = self.cuts.setdefault(node, set())
+        for state in states:
+            if state not in known and divides(shape_of(node), state, self.size):
+                known.add(state)
+                self.grew = True
+
+    def run(self) -> None:
+        nodes = list(self.forms)
+        for _ in range(MAX_SWEEPS):
+            self.grew = False
+            for node in nodes:
+                self._spread(node)
+            for node in reversed(nodes):
+                self._spread(node)
+                self._propose_sections(node)
+            for node in self.graph.nodes:
+                if node.op == "placeholder" and node in self.active:
+                    self._propose_sections(node)
+            if not self.grew:
+                return
+
+    def _spread(self, node: fx.Node) -> None:
+        """Carry the cuts of each tensor of one op to its other tensors."""
+        form, call = self.forms[node], self.calls[node]
+        tensors = [*enumerate(call.tensors), (OUTPUT, node)]
+        found = {
+            cut
+            for i, tensor in tensors
+            for state in self.cuts.get(tensor, ())
+            if (cut := carry(form, i, state, self.size)) is not None and cut[0] not in self.token_atoms[node]
+        }
+        for cut in found:
+            for i, tensor in tensors:
+                state = place(form, i, cut)
+                if state is not None:
+                    self.add_all(tensor, [state])
+        self._spread_grouped_heads(form, call)
+        self._spread_parts(form, call)
+
+    def _spread_grouped_heads(self, form: Form, call: Call) -> None:
+        """Too few kv heads to cut: query heads may be cut inside every group of them."""
+        kv, group = form.sizes.get("kv", 1), form.sizes.get("group", 1)
+        if group > 1 and kv % self.size and group % self.size == 0:
+            state = place(form, 0, ("group", ()))
+            self.add_all(call.tensors[0], [state] if state else [])
+
+    def _spread_parts(self, form: Form, call: Call) -> None:
+        """A whole's sections give its pieces theirs, and joined pieces give the whole its sections."""
+        parts = form.parts
+        if parts is None:
+            return
+        nodes = {OUTPUT: call.node, **dict(enumerate(call.tensors))}
+        whole = nodes[parts.whole]
+        length = shape_of(whole)[parts.dim]
+        for state in list(self.cuts.get(whole, ())):
+            if state.dim != parts.dim:
+                continue
+            for tensor, start, extent in parts.pieces:
+                own = narrow(state.sections or (length,), start, extent)
+                if own is not None:
+                    self.add_all(nodes[tensor], [shard(parts.dim, own)])
+        cut_dims = {state.dim for tensor in call.tensors for state in self.cuts.get(tensor, ())}
+        if parts.whole == OUTPUT and parts.dim in cut_dims:
+            self.add_all(whole, [shard(parts.dim, [extent for _, _, extent in parts.pieces])])
+
+    def _propose_sections(self, whole: fx.Node) -> None:
+        """Sections of a tensor whose users take pieces of one dim and want the pieces cut."""
+        bounds: dict[int, set[int]] = {}
+        wanted_dims: set[int] = set()
+        for user in whole.users:
+            parts = self.forms[user].parts if user in self.forms else None
+            if parts is None or parts.whole == OUTPUT:
+                continue
+            _, start, extent = parts.pieces[0]
+            wanted = [s for s in self.cuts.get(user, ()) if s.dim == parts.dim]
+            sections = max((s.sections for s in wanted), key=len, default=())
+            ends = bounds.setdefault(parts.dim, {0, shape_of(whole)[parts.dim]})
+            ends |= {start, start + extent} | {start + sum(sections[:i]) for i in range(len(sections))}
+            wanted_dims |= {parts.dim} if wanted else set()
+        for dim in wanted_dims:
+            marks = sorted(bounds[dim])
+            self.add_all(whole, [shard(dim, [b - a for a, b in pairwise(marks)])])
+
+
+def find_token_dims(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
+    """Of each dim of each tensor: whether it counts tokens (samples, positions), features, or both merged."""
+    found: dict[fx.Node, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        if not is_tensor(node):
+            continue
+        rank = len(shape_of(node))
+        if node.meta.get("kind") == "input":
+            features = 1 if rank > 1 and first_tensor(node).is_floating_point() else 0
+            found[node] = (TOKEN,) * (rank - features) + (FEATURE,) * features
+            continue
+        form = form_of(node) if node.op == "call_function" else None
+        if form is None:
+            found[node] = (FEATURE,) * rank
+            continue
+        tokens = _token_atoms(form, Call(node), found)
+        found[node] = tuple(_merge([atom in tokens for atom in dim]) for dim in form.output)
+    return found
+
+
+def _merge(are_tokens: list[bool]) -> str:
+    if not any(are_tokens):
+        return FEATURE
+    return TOKEN if all(are_tokens) else MIXED
+
+
+def _token_atoms(form: Form, call: Call, found: Mapping[fx.Node, tuple[str, ...]]) -> frozenset[str]:
+    """Atoms that some input counts tokens by; a merged dim says nothing of its atoms."""
+    return frozenset(
+        atom
+        for dims, node in zip(form.inputs, call.tensors)
+        for dim, kind in zip(dims, found.get(node, ()))
+        if kind == TOKEN
+        for atom in dim
+    )

@@ -1,0 +1,259 @@
+"""Collectives with their gradients, and ops on tensors cut along a mesh axis, in plain PyTorch.
+
+A tensor in, a tensor out, differentiable. Imports torch alone: generated stage modules carry a copy of
+this file. Call ``bind({"tp": group})`` first, with a process group or a :class:`DryGroup`.
+
+``sections`` are the sizes of consecutive parts of the whole dim, each cut by itself (fused weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+GROUPS: dict[str, Any] = {}
+
+
+class DryGroup:
+    """A group in which nothing is sent: shapes and memory are those of ``size`` ranks, values are not."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def bind(groups: dict[str, Any]) -> dict[str, Any]:
+    """Name the group of each mesh axis; returns the names bound before, for binding them again."""
+    before = dict(GROUPS)
+    GROUPS.clear()
+    GROUPS.update(groups)
+    return before
+
+
+def rank_of(axis: str) -> int:
+    return GROUPS[axis].rank()
+
+
+def size_of(axis: str) -> int:
+    return GROUPS[axis].size()
+
+
+# --- what the network does, without gradient ---------------------------------------------------
+
+
+def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
+    group = GROUPS[axis]
+    if isinstance(group, DryGroup):
+        return x.clone()
+    comm = torch.ops._c10d_functional
+    return comm.wait_tensor(comm.all_reduce(x.contiguous(), how, group.group_name))
+
+
+def _all_gather(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    group, size = GROUPS[axis], size_of(axis)
+    if isinstance(group, DryGroup):
+        return _join([x] * size, dim, sections)
+    comm = torch.ops._c10d_functional
+    flat = x.contiguous().reshape(1, *x.shape)
+    full = comm.wait_tensor(comm.all_gather_into_tensor(flat, size, group.group_name))
+    return _join(full.unbind(0), dim, sections)
+
+
+def _reduce_scatter(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    group, size = GROUPS[axis], size_of(axis)
+    pieces = torch.stack([_cut(x, dim, rank, size, sections) for rank in range(size)])
+    if isinstance(group, DryGroup):
+        return pieces[0].clone()
+    comm = torch.ops._c10d_functional
+    summed = comm.reduce_scatter_tensor(pieces, "sum", size, group.group_name)
+    return comm.wait_tensor(summed).reshape(pieces.shape[1:])
+
+
+def _all_to_all(x: Tensor, from_dim: int, to_dim: int, axis: str) -> Tensor:
+    group, size = GROUPS[axis], size_of(axis)
+    pieces = torch.stack(x.chunk(size, to_dim))
+    if not isinstance(group, DryGroup):
+        comm = torch.ops._c10d_functional
+        pieces = comm.wait_tensor(comm.all_to_all_single(pieces, [1] * size, [1] * size, group.group_name))
+    return torch.cat(pieces.unbind(0), from_dim)
+
+
+def _cut(x: Tensor, dim: int, rank: int, size: int, sections: Sequence[int] = ()) -> Tensor:
+    parts = x.split(list(sections), dim) if sections else [x]
+    own = [part.chunk(size, dim)[rank] for part in parts]
+    return torch.cat(own, dim) if len(own) > 1 else own[0].contiguous()
+
+
+def _join(pieces: Sequence[Tensor], dim: int, sections: Sequence[int] = ()) -> Tensor:
+    if not sections:
+        return torch.cat(list(pieces), dim)
+    by_rank = [piece.split([n // len(pieces) for n in sections], dim) for piece in pieces]
+    return torch.cat([part for section in zip(*by_rank) for part in section], dim)
+
+
+def _slice(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    return _cut(x, dim, rank_of(axis), size_of(axis), sections)
+
+
+def _same(x: Tensor, *_: Any) -> Tensor:
+    return x.view_as(x)
+
+
+def _first(x: Tensor, axis: str) -> Tensor:
+    return x.clone() if rank_of(axis) == 0 else torch.zeros_like(x)
+
+
+class _Convert(torch.autograd.Function):
+    """``forward(x, *arguments)``, whose gradient is ``backward(gradient, *back_arguments)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Any, arguments: Any, backward: Any, back_arguments: Any
+    ) -> Tensor:
+        ctx.backward_of, ctx.arguments = backward, back_arguments
+        return forward(x, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.backward_of(gradients[0], *ctx.arguments), None, None, None, None
+
+
+def _convert(
+    x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor], *arguments: Any
+) -> Tensor:
+    return _Convert.apply(x, forward, arguments, backward, arguments)  # pyright: ignore[reportReturnType] - torch types apply as Any
+
+
+# --- conversions between placements --------------------------------------------------------------
+
+
+def copy_to(x: Tensor, axis: str) -> Tensor:
+    """Replicated, about to be used on shards: the same value; gradients are summed over ranks."""
+    return _convert(x, _same, _all_reduce, axis)
+
+
+def reduce_from(x: Tensor, axis: str) -> Tensor:
+    """Partial sums to their sum on every rank; the gradient passes as it is."""
+    return _convert(x, _all_reduce, _same, axis)
+
+
+def gather_from(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    """Pieces of ``dim`` to the whole on every rank; each rank keeps its piece of the gradient."""
+    return _convert(x, _all_gather, _slice, dim, axis, sections)
+
+
+def scatter_to(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    """Replicated to this rank's piece of ``dim``; the pieces of the gradient are gathered."""
+    return _convert(x, _slice, _all_gather, dim, axis, sections)
+
+
+def gather_reduce(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    """Pieces to the whole, about to be used on shards: gradients are summed and scattered."""
+    return _convert(x, _all_gather, _reduce_scatter, dim, axis, sections)
+
+
+def reduce_scatter(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    """Partial sums to this rank's piece of their sum; the pieces of the gradient are gathered."""
+    return _convert(x, _reduce_scatter, _all_gather, dim, axis, sections)
+
+
+def all_to_all(x: Tensor, from_dim: int, to_dim: int, axis: str) -> Tensor:
+    """Cut along ``from_dim`` to cut along ``to_dim``; the gradient goes back the same way."""
+    return _Convert.apply(x, _all_to_all, (from_dim, to_dim, axis), _all_to_all, (to_dim, from_dim, axis))  # pyright: ignore[reportReturnType] - torch types apply as Any
+
+
+def slice_of(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    """This rank's piece of a replicated tensor whose gradient may differ by rank; nothing is sent."""
+    return _slice(x, dim, axis, sections)
+
+
+def on_first_rank(x: Tensor, axis: str) -> Tensor:
+    """Replicated to partial: the value on rank 0, zero elsewhere; every rank has the whole gradient."""
+    return _convert(x, _first, _same, axis)
+
+
+def once(x: Tensor, axis: str) -> Tensor:
+    """The same value on every rank, the gradient counted on rank 0 alone; nothing is sent."""
+    return _convert(x, _same, _first, axis)
+
+
+def first_of(x: Tensor, axis: str) -> Tensor:
+    """The value on rank 0, zero elsewhere, and the gradient likewise; nothing is sent."""
+    return _convert(x, _first, _first, axis)
+
+
+def embed_piece(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+    """A piece of ``dim`` to a partial sum: zeros where other ranks have their pieces."""
+    rank, empty = rank_of(axis), torch.zeros_like(x)
+    return _join([x if r == rank else empty for r in range(size_of(axis))], dim, sections)
+
+
+# --- ops whose own dim is cut --------------------------------------------------------------------
+
+
+def vocab_embedding(ids: Tensor, weight: Tensor, padding_idx: int, axis: str) -> Tensor:
+    """Rows of a table cut along the vocabulary: a partial sum, zero where another rank has the row."""
+    first, rows = rank_of(axis) * weight.shape[0], weight.shape[0]
+    own = (ids >= first) & (ids < first + rows)
+    padding = padding_idx - first if first <= padding_idx < first + rows else None
+    found = F.embedding(torch.where(own, ids - first, 0), weight, padding)
+    return found * own.unsqueeze(-1).to(found.dtype)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Loss per position of ``logits`` [N, C / ranks]; saves the logits and a number per position."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float, axis: str) -> Tensor:
+        columns = logits.shape[1]
+        classes, first = columns * size_of(axis), rank_of(axis) * columns
+        x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        top = _all_reduce(x.detach().amax(1), axis, "max")
+        own = (target >= first) & (target < first + columns)
+        column = torch.where(own, target - first, 0)
+        chosen = x.gather(1, column.unsqueeze(1)).squeeze(1) * own
+        sums = [(x - top.unsqueeze(1)).exp().sum(1), chosen, x.sum(1) if smoothing else torch.zeros_like(top)]
+        total, chosen, all_logits = _all_reduce(torch.stack(sums), axis).unbind(0)
+        log_total = total.log() + top
+        ctx.save_for_backward(logits, log_total, own, column)
+        ctx.smoothing, ctx.classes = smoothing, classes
+        return log_total - (1 - smoothing) * chosen - smoothing / classes * all_logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        logits, log_total, own, column = ctx.saved_tensors
+        slope = (logits - log_total.unsqueeze(1)).exp() - ctx.smoothing / ctx.classes
+        slope.scatter_add_(1, column.unsqueeze(1), ((ctx.smoothing - 1) * own.to(slope.dtype)).unsqueeze(1))
+        return (slope * gradients[0].unsqueeze(1)).to(logits.dtype), None, None, None
+
+
+def vocab_cross_entropy(
+    logits: Tensor, target: Tensor, reduction: int, ignore_index: int, smoothing: float, axis: str
+) -> Tensor:
+    """Cross-entropy of logits cut along the classes (``reduction``: 0 none, 1 mean, 2 sum), on every rank."""
+    kept = target != ignore_index
+    losses: Any = _VocabCrossEntropy.apply(logits, torch.where(kept, target, 0), smoothing, axis)
+    losses = torch.where(kept, losses, 0).to(losses.dtype)
+    if reduction == 0:
+        return losses.to(logits.dtype)
+    total = losses.sum()
+    return (total / kept.sum() if reduction == 1 else total).to(logits.dtype)
+
+
+def sliced_dropout(
+    x: Tensor, p: float, dim: int, axis: str, sections: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """Dropout of a cut tensor by this rank's piece of the mask that one process would draw."""
+    shape = [n * size_of(axis) if d == dim else n for d, n in enumerate(x.shape)]
+    full = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+    mask = _slice(full, dim, axis, sections)
+    return x * mask / (1 - p), mask.bool()

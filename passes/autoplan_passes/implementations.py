@@ -1,0 +1,76 @@
+"""Ops that need more than themselves on local tensors: what is called instead, and what that sends.
+
+A name from a rule and the op's call come in; the function of :mod:`autoplan_passes.collectives` with its
+arguments, and its collectives with their bytes, go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoplan_passes import collectives
+from autoplan_passes.calls import Call, first_tensor
+from autoplan_passes.states import State
+
+# (sent forward, sent backward, bytes forward, bytes backward)
+Sent = tuple[str, str, float, float]
+AVERAGE = "average_of_parts"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """``function`` replaces the op; ``arguments(call, output, axis)`` gives its own, of global nodes."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[Call, State, str], tuple[Any, ...]]
+    sent: Callable[[Call], tuple[Sent, ...]]
+
+
+def _embedding_arguments(call: Call, _output: State, axis: str) -> tuple[Any, ...]:
+    given = call.arguments
+    return (given["indices"], given["weight"], given.get("padding_idx", -1), axis)
+
+
+def _cross_entropy_arguments(call: Call, _output: State, axis: str) -> tuple[Any, ...]:
+    names = ("self", "target", "reduction", "ignore_index", "label_smoothing")
+    return (*(call.arguments[name] for name in names), axis)
+
+
+def _cross_entropy_sent(call: Call) -> tuple[Sent, ...]:
+    """The largest logit, then three sums, of every position, in single precision or better."""
+    positions = call.shapes[0][0] * max(4, first_tensor(call.tensors[0]).element_size())
+    return (("all_reduce", "none", positions, 0.0), ("all_reduce", "none", 3 * positions, 0.0))
+
+
+def _dropout_arguments(call: Call, output: State, axis: str) -> tuple[Any, ...]:
+    tensor = next(iter(call.tensors))
+    sections = (output.sections,) if output.sections else ()
+    return (tensor, call.arguments["p"], output.dim, axis, *sections)
+
+
+def _nothing_sent(_call: Call) -> tuple[Sent, ...]:
+    return ()
+
+
+IMPLEMENTATIONS: Mapping[str, Implementation] = {
+    "vocab_embedding": Implementation(collectives.vocab_embedding, _embedding_arguments, _nothing_sent),
+    "vocab_cross_entropy": Implementation(
+        collectives.vocab_cross_entropy, _cross_entropy_arguments, _cross_entropy_sent
+    ),
+    "sliced_dropout": Implementation(collectives.sliced_dropout, _dropout_arguments, _nothing_sent),
+}
+
+
+def implementation_sends(name: str, call: Call) -> tuple[Sent, ...]:
+    """Collectives inside an implementation; none for the op itself."""
+    return IMPLEMENTATIONS[name].sent(call) if name in IMPLEMENTATIONS else ()
+
+
+def scaled(graph: fx.Graph, node: fx.Node, size: int) -> fx.Node:
+    """An average over a rank's part, to that part's share of the whole average."""
+    return graph.call_function(torch.ops.aten.div.Tensor, (node, size))

@@ -1,0 +1,99 @@
+"""One op rewritten for one rank: a node, its rule and its local inputs come in, the local node goes out.
+
+The op itself stays where it can, with its sizes made local; an op with a sharded implementation is replaced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoplan.errors import BadPlanError
+from autoplan_passes.calls import Call, first_tensor, op_name, tensor_inputs
+from autoplan_passes.implementations import AVERAGE, IMPLEMENTATIONS, scaled
+from autoplan_passes.rows import Local
+from autoplan_passes.rules import Rule, row_of
+from autoplan_passes.states import local_shape
+
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+def local_call(
+    graph: fx.Graph, node: fx.Node, rule: Rule, inputs: Mapping[fx.Node, fx.Node], axis: str, ways: int
+) -> fx.Node:
+    """Append to ``graph`` what one of ``ways`` ranks does for ``node``, with its local ``meta["val"]``.
+
+    ``inputs`` maps each input of the node to its local node, in the state that the rule asks for. Raises
+    BadPlanError where the local tensors do not fit the op.
+    """
+    if rule.implementation in IMPLEMENTATIONS:
+        local = _replaced(graph, node, rule, inputs, axis)
+    else:
+        local = _with_local_sizes(graph, node, rule, inputs, ways)
+        if rule.implementation == AVERAGE:
+            local = scaled(graph, propagate(local), ways)
+    local.meta = {**node.meta, **local.meta}
+    return propagate(local)
+
+
+def _replaced(
+    graph: fx.Graph, node: fx.Node, rule: Rule, inputs: Mapping[fx.Node, fx.Node], axis: str
+) -> fx.Node:
+    """``embedding(w, ids) -> vocab_embedding(ids, w, padding_idx, axis)`` and the like."""
+    implementation = IMPLEMENTATIONS[rule.implementation]
+    arguments = implementation.arguments(Call(node), rule.output, axis)
+    local = graph.call_function(implementation.function, fx.map_arg(arguments, inputs.__getitem__))
+    if op_name(node) == "aten.dropout":
+        return graph.call_function(operator.getitem, (propagate(local), 0))
+    return local
+
+
+def _with_local_sizes(
+    graph: fx.Graph, node: fx.Node, rule: Rule, inputs: Mapping[fx.Node, fx.Node], ways: int
+) -> fx.Node:
+    """``view(x, [2, 16, 8, 64]) -> reshape(x, [2, 16, 4, 64])``; reshape, as strides may differ by chip."""
+    local = graph.node_copy(node, inputs.__getitem__)
+    row = row_of(node)
+    if row is not None and row.sizes is not None and rule.is_cut:
+        call = Call(node)
+        states = dict(zip(tensor_inputs(node), rule.inputs))
+        shapes = tuple(tuple(first_tensor(inputs[n]).shape) for n in call.tensors)
+        output = local_shape(call.output, rule.output, ways)
+        inputs_states = tuple(states[n] for n in call.tensors)
+        set_arguments(local, call, row.sizes(Local(call, inputs_states, rule.output, shapes, output, ways)))
+    if local.target in VIEWS:
+        local.target = torch.ops.aten.reshape.default
+    return local
+
+
+def set_arguments(node: fx.Node, call: Call, values: Mapping[str, Any]) -> None:
+    """Give named arguments of an op new values, where they stand."""
+    names = list(call.arguments)
+    for name, value in values.items():
+        position = names.index(name)
+        if position < len(node.args):
+            node.update_arg(position, value)
+        else:
+            node.update_kwarg(name, value)
+
+
+def propagate(node: fx.Node) -> fx.Node:
+    """Run the node on the values of its inputs, into its ``meta["val"]``."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
+    target: Callable[..., Any] = node.target  # pyright: ignore[reportAssignmentType] - calls only
+    try:
+        node.meta["val"] = target(*args, **kwargs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise BadPlanError(
+            f"The op {node.name} ({node.target}) does not fit its local tensors: {error}. The layout is of "
+            "another model or version; search again: autoplan search MODEL.py"
+        ) from error
+    return node
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]

@@ -1,0 +1,204 @@
+"""The sharding pass: an unsharded region graph and its Layout become the graph that one rank runs.
+
+Parameters shrink to their pieces, sizes in views and factories become local, ops with a sharded
+implementation are replaced, and each conversion between placements is inserted once per tensor and state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autoplan.errors import BadPlanError
+from autoplan.plan import Layout
+from autoplan_passes import collectives
+from autoplan_passes.calls import Call, is_tensor, shape_of, tensor_inputs
+from autoplan_passes.candidates import find_differentiable
+from autoplan_passes.conversions import Conversion, chains
+from autoplan_passes.implementations import implementation_sends
+from autoplan_passes.local_ops import local_call, propagate
+from autoplan_passes.rules import Rule
+from autoplan_passes.states import REPLICATE, State, local_shape, parse_state
+
+AXIS = "tp"
+
+
+def parse_rule(text: str) -> Rule:
+    """``"R*,S(0)->S(2)"``, optionally followed by the implementation; inverse of ``str(rule)``."""
+    states, _, implementation = text.partition(" ")
+    inputs, _, output = states.partition("->")
+    parsed = tuple(parse_state(part) for part in inputs.split(",") if part)
+    return Rule(parsed, parse_state(output), implementation or "local")
+
+
+def layout_rules(graph: fx.GraphModule, layout: Layout) -> dict[fx.Node, Rule]:
+    """The rule of every call of the graph; a node that the layout does not name runs replicated.
+
+    Raises BadPlanError where the layout names a node that the graph lacks, or gives it other inputs.
+    """
+    nodes = {n.name: n for n in graph.graph.nodes if n.op == "call_function"}
+    unknown = sorted(set(layout.rules) - set(nodes))
+    if unknown:
+        raise BadPlanError(
+            f"The layout of {layout.region_class!r} names {unknown[0]!r}, which is no op of this "
+            "region. The plan belongs to another model or version; search again: autoplan search MODEL.py"
+        )
+    rules: dict[fx.Node, Rule] = {}
+    for name, node in nodes.items():
+        count = len(tensor_inputs(node))
+        rule = (
+            parse_rule(layout.rules[name]) if name in layout.rules else Rule((REPLICATE,) * count, REPLICATE)
+        )
+        if len(rule.inputs) != count:
+            raise BadPlanError(
+                f"The rule of {name!r} in the layout should have {count} input states; it is "
+                f"{layout.rules[name]!r}. Search again: autoplan search MODEL.py"
+            )
+        rules[node] = rule
+    return rules
+
+
+def parameter_states(graph: fx.GraphModule, layout: Layout) -> dict[fx.Node, State]:
+    """The stored state of every parameter placeholder (R where the layout does not say)."""
+    return {
+        node: parse_state(layout.parameters.get(node.name, "R"))
+        for node in graph.graph.nodes
+        if node.meta.get("kind") == "parameter"
+    }
+
+
+def shard_region(graph: fx.GraphModule, layout: Layout, axis: str = AXIS) -> fx.GraphModule:
+    """The graph of one rank of ``layout.tp``, with local shapes in ``meta["val"]``.
+
+    Placeholders keep their order; parameters get ``meta["state"]`` and ``meta["global_shape"]``. Every node
+    that sends has ``meta["collective"]``: tuples (sent forward, sent backward, bytes, bytes, axis).
+    """
+    shards = _Sharder(graph, layout, axis)
+    with dry_group(axis, layout.tp), shards.mode:
+        for node in graph.graph.nodes:
+            shards.copy(node)
+    result = fx.GraphModule(graph, shards.graph)
+    result.graph.lint()
+    result.recompile()
+    return result
+
+
+@contextmanager
+def dry_group(axis: str, size: int) -> Generator[None]:
+    """Bind the axis to a group that sends nothing, for running local graphs on fake tensors."""
+    before = collectives.bind({axis: collectives.DryGroup(0, size)})
+    try:
+        yield
+    finally:
+        collectives.bind(before)
+
+
+@dataclass
+class _Sharder:
+    """Builds the local graph node by node, keeping each global tensor's local nodes by state."""
+
+    source: fx.GraphModule
+    layout: Layout
+    axis: str
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    made: dict[tuple[fx.Node, State], fx.Node] = field(default_factory=dict[tuple[fx.Node, State], fx.Node])
+
+    def __post_init__(self) -> None:
+        self.rules = layout_rules(self.source, self.layout)
+        self.parameters = parameter_states(self.source, self.layout)
+        self.differentiable = find_differentiable(self.source.graph)
+        self.mode = find_fake_mode(self.source.graph)
+        self.wanted = self._wanted_states()
+        self.own: dict[fx.Node, State] = {}
+
+    def _wanted_states(self) -> dict[fx.Node, frozenset[State]]:
+        """The states that the users of each tensor ask for; a region's outputs are asked for in R."""
+        wanted: dict[fx.Node, set[State]] = {}
+        for node, rule in self.rules.items():
+            for tensor, state in zip(tensor_inputs(node), rule.inputs):
+                wanted.setdefault(tensor, set()).add(state)
+        for node in self.source.graph.nodes:
+            if node.op == "output":
+                for tensor in node.all_input_nodes:
+                    wanted.setdefault(tensor, set()).add(REPLICATE)
+        return {node: frozenset(states) for node, states in wanted.items()}
+
+    def copy(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._copy_placeholder(node)
+        elif node.op == "output":
+            self.graph.node_copy(node, lambda n: self.fetch(n, REPLICATE))
+        else:
+            self._copy_call(node)
+
+    def _copy_placeholder(self, node: fx.Node) -> None:
+        copied = self.graph.node_copy(node)
+        state = self.parameters.get(node, REPLICATE)
+        if node in self.parameters:
+            shape = shape_of(node)
+            copied.meta |= {"state": str(state), "global_shape": shape}
+            value = node.meta["val"]
+            local = local_shape(shape, state, self.layout.tp)
+            copied.meta["val"] = value.new_empty(local).requires_grad_(value.requires_grad)
+        self._keep(node, state, copied)
+
+    def _keep(self, node: fx.Node, state: State, local: fx.Node) -> None:
+        self.own[node] = state
+        self.made[node, state] = local
+
+    def fetch(self, node: fx.Node, state: State) -> fx.Node:
+        """The local node that holds ``node`` in ``state``, converting it if it is not there yet."""
+        own = self.own[node]
+        if (node, state) not in self.made:
+            wanted = self.wanted[node] if is_tensor(node) else frozenset[State]()
+            for step in chains(own, wanted, node in self.differentiable):
+                if (node, step.target) not in self.made:
+                    self.made[node, step.target] = self._convert(node, step)
+        return self.made[node, state]
+
+    def _convert(self, node: fx.Node, step: Conversion) -> fx.Node:
+        sections = (step.sections,) if step.sections else ()
+        value = self.made[node, step.source]
+        local = self.graph.call_function(step.function, (value, *step.arguments, self.axis, *sections))
+        local.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+        propagate(local)
+        size = float(tensor_bytes(node)) / (self.layout.tp if step.forward == "all_to_all" else 1)
+        sent = (
+            step.forward,
+            step.backward,
+            size * (step.forward != "none"),
+            size * (step.backward != "none"),
+        )
+        if sent[2] or sent[3]:
+            local.meta["collective"] = ((*sent, self.axis),)
+        return local
+
+    def _copy_call(self, node: fx.Node) -> None:
+        rule = self.rules[node]
+        states = dict(zip(tensor_inputs(node), rule.inputs))
+        inputs = {n: self.fetch(n, states.get(n, REPLICATE)) for n in node.all_input_nodes}
+        local = local_call(self.graph, node, rule, inputs, self.axis, self.layout.tp)
+        sent = implementation_sends(rule.implementation, Call(node))
+        if sent:
+            local.meta["collective"] = tuple((*one, self.axis) for one in sent)
+        self._keep(node, rule.output, local)
+
+
+def tensor_bytes(node: fx.Node) -> int:
+    """Bytes of the whole tensor (of all tensors of a list)."""
+    value = node.meta["val"]
+    tensors = [value] if isinstance(value, torch.Tensor) else value
+    return sum(v.numel() * v.element_size() for v in tensors if isinstance(v, torch.Tensor))
+
+
+def find_fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode of the graph's own fake tensors; a new one where it has none."""
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            return node.meta["val"].fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,0 +1,95 @@
+"""Placement states of a tensor on one mesh axis: what each rank holds, and how its gradient lies.
+
+A differentiable tensor is in one of four states on an axis of size t:
+
+====== ======================= ================
+state  value                   gradient
+====== ======================= ================
+R      replicated              replicated
+R*     replicated              partial (sum over ranks)
+S(d)   cut along dim d         cut along dim d
+P      partial (sum over ranks) replicated
+====== ======================= ================
+
+Tensors without gradient are R or S(d); cutting them is free.
+
+A cut may respect sections: ``S(0:64+32+32)`` cuts each of three consecutive sections of dim 0 into t
+equal pieces, and a rank holds its piece of every section, joined. So a fused query-key-value or
+gate-up weight is cut and its parts stay together. Plain ``S(0)`` is one section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, order=True)
+class State:
+    """``kind`` in ``R R* S P``; ``dim`` is the tensor dim of S, else -1; ``sections`` their global sizes."""
+
+    kind: str
+    dim: int = -1
+    sections: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind != "S":
+            return self.kind
+        sections = ":" + "+".join(map(str, self.sections)) if self.sections else ""
+        return f"S({self.dim}{sections})"
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+
+REPLICATE = State("R")
+REPLICATE_PARTIAL_GRADIENT = State("R*")
+PARTIAL = State("P")
+
+
+def shard(dim: int, sections: Sequence[int] = ()) -> State:
+    """S(dim); one section or none is the plain cut."""
+    return State("S", dim, tuple(sections) if len(sections) > 1 else ())
+
+
+def parse_state(text: str) -> State:
+    """``"S(1)" -> State("S", 1)``, ``"S(0:64+64)"``, ``"R*"``; inverse of ``str``."""
+    if not text.startswith("S("):
+        return State(text)
+    dim, _, sections = text[2:-1].partition(":")
+    return shard(int(dim), [int(size) for size in sections.split("+")] if sections else ())
+
+
+def local_shape(shape: Sequence[int], state: State, size: int) -> tuple[int, ...]:
+    """Shape held by one of ``size`` ranks of a tensor whose global shape is ``shape``."""
+    if not state.is_shard:
+        return tuple(shape)
+    return tuple(n // size if d == state.dim else n for d, n in enumerate(shape))
+
+
+def divides(shape: Sequence[int], state: State, size: int) -> bool:
+    """Whether every section of the cut dim splits into ``size`` equal, non-empty pieces."""
+    if not state.is_shard:
+        return True
+    sections = state.sections or (shape[state.dim],)
+    return all(n >= size and n % size == 0 for n in sections)
+
+
+def cut_tensor(full: torch.Tensor, state: State, rank: int, size: int) -> torch.Tensor:
+    """What ``rank`` of ``size`` holds of ``full``: a piece of every section for S, else all of it."""
+    if not state.is_shard or size == 1:
+        return full
+    sections = full.split(state.sections or full.shape[state.dim], dim=state.dim)
+    return torch.cat([part.chunk(size, dim=state.dim)[rank] for part in sections], dim=state.dim)
+
+
+def join_tensors(pieces: Sequence[torch.Tensor], state: State) -> torch.Tensor:
+    """The full tensor from every rank's piece (inverse of :func:`cut_tensor`; R takes the first)."""
+    if not state.is_shard or len(pieces) == 1:
+        return pieces[0]
+    sizes = [n // len(pieces) for n in state.sections] or pieces[0].shape[state.dim]
+    by_rank = [piece.split(sizes, dim=state.dim) for piece in pieces]
+    return torch.cat([part for section in zip(*by_rank) for part in section], dim=state.dim)

@@ -1,0 +1,178 @@
+"""Rules of contractions, convolutions, attention, embedding and cross-entropy, one line an op.
+
+Patterns are as in :mod:`autoplan_passes.patterns`: cutting a letter that the output lacks gives a partial
+sum; an input marked ``+`` is then added on one rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autoplan_passes.calls import Call
+from autoplan_passes.dims import ADDEND, FACTOR, NONLINEAR, Dims, Form
+from autoplan_passes.patterns import form_from_names, letters, reduction
+from autoplan_passes.rows import Choice, Local, Row
+from autoplan_passes.states import PARTIAL, REPLICATE, shard
+
+PATTERNS = {
+    "aten.linear": "... i, o i, +o -> ... o",
+    "aten.mm": "m k, k n -> m n",
+    "aten.mv": "m k, k -> m",
+    "aten.dot": "k, k ->",
+    "aten.bmm": "b m k, b k n -> b m n",
+    "aten.addmm": "+m n, m k, k n -> m n",
+    "aten.baddbmm": "+b m n, b m k, b k n -> b m n",
+    "aten.outer": "m, n -> m n",
+}
+# Tokens m stay with their expert's rows, so they are not cut: experts are cut inside (columns, then rows).
+GROUPED = "m! k, e! k n, e! -> m! n"
+
+
+def _matmul_form(call: Call) -> Form | None:
+    """``... m k, ... k n``; a 1-dim operand is a row or a column."""
+    left, right = (len(shape) for shape in call.shapes)
+    first = "k" if left == 1 else "... m k"
+    second = "k" if right == 1 else "... k n"
+    result = "... " + " ".join(["m"] * (left > 1) + ["n"] * (right > 1))
+    if max(left, right) <= 2:
+        first, second, result = (text.replace("...", "") for text in (first, second, result))
+    return letters(f"{first}, {second} -> {result}")(call)
+
+
+def _addmm_form(call: Call) -> Form | None:
+    """Scaled sums are left alone."""
+    plain = call.arguments.get("alpha", 1) == 1 and call.arguments.get("beta", 1) == 1
+    shapes_match = len(call.shapes[0]) == len(call.output)
+    pattern = PATTERNS[call.name]
+    return letters(pattern if shapes_match else pattern.replace("+m n", "+n"))(call) if plain else None
+
+
+def _einsum_form(call: Call) -> Form | None:
+    """The equation itself is the pattern; diagonals and implicit outputs are left alone."""
+    equation = str(call.arguments["equation"]).replace(" ", "")
+    if "->" not in equation or "." in equation:
+        return None
+    left, right = equation.split("->")
+    inputs = [list(term) for term in left.split(",")]
+    if any(len(set(term)) < len(term) for term in inputs):
+        return None
+    return form_from_names(call, inputs, list(right), FACTOR * len(inputs))
+
+
+def _attention_form(call: Call) -> Form | None:
+    """Batch and heads may be cut, and queries where no causal mask counts them; keys and values may not.
+
+    With ``enable_gqa`` the query heads are groups of the kv heads: cut whole groups, or cut inside every
+    group with keys and values replicated.
+    """
+    query, key = call.shapes[0], call.shapes[1]
+    rank, causal = len(query), bool(call.arguments.get("is_causal"))
+    grouped = rank > 3 and bool(call.arguments.get("enable_gqa")) and query[-3] != key[-3]
+    sizes = {f"b{i}": n for i, n in enumerate(query[:-2])} | {"q": query[-2]}
+    if grouped:
+        del sizes[f"b{rank - 3}"]
+        sizes |= {"kv": key[-3], "group": query[-3] // key[-3]}
+
+    def dims(shape: tuple[int, ...], last: tuple[str, ...]) -> Dims:
+        shift = rank - len(shape)
+        named: list[tuple[str, ...]] = []
+        for i, n in enumerate(shape[:-2]):
+            heads = ("kv", "group") if n == query[-3] else ("kv",)
+            names = heads if grouped and i + shift == rank - 3 else (f"b{i + shift}",)
+            named.append(names if n > 1 and n in (query[i + shift], key[i + shift]) else ())
+        return (*named, last if shape[-2] > 1 and last else (), ())
+
+    inputs = [dims(call.shapes[0], ("q",)), dims(key, ()), dims(call.shapes[2], ())]
+    inputs += [
+        dims(shape, ("q",) if len(shape) > 1 and shape[-2] == query[-2] else ()) for shape in call.shapes[3:]
+    ]
+    blocked = {"q"} if causal or query[-2] == 1 else set[str]()
+    return Form(tuple(inputs), dims(call.output, ("q",)), sizes, NONLINEAR * len(inputs), frozenset(blocked))
+
+
+def _conv_form(call: Call) -> Form | None:
+    """Output channels, or groups, may be cut; input channels give a partial sum; space may not."""
+    image, weight = call.shapes[0], call.shapes[1]
+    groups, spatial = int(call.arguments["groups"]), len(weight) - 2
+    if len(image) != spatial + 2 or call.arguments.get("transposed", False):
+        return None
+    sizes = {"n": image[0], "g": groups, "c": image[1] // groups, "m": weight[0] // groups}
+    tail: Dims = ((),) * spatial
+    samples: Dims = (("n",) if image[0] > 1 else (),)
+    dims = [
+        samples + _present(sizes, "g", "c") + tail,
+        _present(sizes, "g", "m") + _present(sizes, "c") + tail,
+        _present(sizes, "g", "m"),
+    ]
+    blocked = {"c", "m"} if groups > 1 else set[str]()
+    roles = (FACTOR + FACTOR + ADDEND)[: len(call.shapes)]
+    return Form(
+        tuple(dims[: len(call.shapes)]),
+        samples + _present(sizes, "g", "m") + tail,
+        sizes,
+        roles,
+        frozenset(blocked),
+    )
+
+
+def _present(sizes: Mapping[str, int], *names: str) -> Dims:
+    return (tuple(name for name in names if sizes[name] > 1),)
+
+
+def _local_conv_groups(local: Local) -> dict[str, Any]:
+    groups = int(local.call.arguments["groups"])
+    channels = local.shapes[0][1]
+    return {"groups": groups * channels // local.call.shapes[0][1] if groups > 1 else groups}
+
+
+def _vocabulary_rows(call: Call, _size: int) -> Iterable[Choice]:
+    """Each rank looks up the rows it has: a partial sum."""
+    return [Choice((shard(0), REPLICATE), PARTIAL, "vocab_embedding")]
+
+
+def _cross_entropy_form(call: Call) -> Form | None:
+    """Positions may be cut where nothing is averaged over them."""
+    kept = "n" if call.output else "n!"
+    if len(call.shapes) != 2 or len(call.shapes[0]) != 2 or len(call.shapes[1]) != 1:
+        return None
+    return letters(f"{kept} c!, {kept} -> {kept if call.output else ''}", NONLINEAR)(call)
+
+
+def _cut_classes(call: Call, _size: int) -> Iterable[Choice]:
+    """Logits [positions, classes] cut along the classes, targets whole: the loss on every rank."""
+    plain = len(call.shapes) == 2 and len(call.shapes[0]) == 2 and len(call.shapes[1]) == 1
+    return [Choice((shard(1), REPLICATE), REPLICATE, "vocab_cross_entropy")] if plain else []
+
+
+def _mean_square_form(call: Call) -> Form | None:
+    """A loss over all elements: averaged, summed, or left elementwise."""
+    if call.shapes[0] != call.shapes[1]:
+        return None
+    names = [f"d{i}" for i in range(len(call.shapes[0]))]
+    return form_from_names(call, [names, names], names if call.output else [], NONLINEAR * 2)
+
+
+def _mean_loss(call: Call) -> str:
+    return "local" if call.output or call.arguments.get("reduction") == 2 else "average_of_parts"
+
+
+ROWS: Mapping[str, Row] = {
+    **{name: Row(letters(pattern)) for name, pattern in PATTERNS.items()},
+    "aten.addmm": Row(_addmm_form),
+    "aten.baddbmm": Row(_addmm_form),
+    "aten.matmul": Row(_matmul_form),
+    "aten.einsum": Row(_einsum_form),
+    "aten._grouped_mm": Row(letters(GROUPED)),
+    "transformers.grouped_mm_fallback": Row(letters(GROUPED)),
+    "aten.scaled_dot_product_attention": Row(_attention_form),
+    **{
+        f"aten.{name}": Row(_conv_form, _local_conv_groups)
+        for name in ("conv1d", "conv2d", "conv3d", "convolution")
+    },
+    "aten.embedding": Row(letters("v! h, ... -> ... h"), special=_vocabulary_rows),
+    "aten.cross_entropy_loss": Row(_cross_entropy_form, special=_cut_classes),
+    "aten.mse_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
+    "aten.l1_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
+    "aten.linalg_vecdot": Row(reduction(linear=True)),
+}

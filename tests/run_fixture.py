@@ -1,0 +1,88 @@
+"""Plans made by hand (no search): even stages, layouts by the LP under flat prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autoplan.capture import Capture
+from autoplan.plan import Layout, Mesh, ModelIdentity, Part, Plan, RegionPlan, Stage, Workload
+from autoplan.regions import Region, find_regions, region_graph
+from autoplan.search.layout import choose_layout
+from autoplan_passes.states import State, parse_state
+
+
+class FlatPrices:
+    """Products dear, the rest cheap; a collective costs its bytes."""
+
+    def operation_s(self, node: fx.Node, fraction: float) -> float:
+        heavy = any(word in str(node.target) for word in ("linear", "matmul", "attention", "bmm", "addmm"))
+        return fraction * (1e-2 if heavy else 1e-5)
+
+    def collective_s(self, kind: str, bytes: float) -> float:
+        return 1e-5 + bytes * 1e-10
+
+
+@dataclass
+class HandPlans:
+    """Plans of one capture; layouts are chosen once per (class, tp)."""
+
+    capture: Capture
+    name: str
+    global_batch: int = 8
+    regions: tuple[Region, ...] = ()
+    layouts: dict[tuple[str, int], Layout] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.regions = find_regions(self.capture)
+
+    def layout(self, region: Region, tp: int, pinned: Mapping[str, State]) -> Layout:
+        key = (region.class_id, tp)
+        if key not in self.layouts:
+            graph = region_graph(self.capture, region, self.capture.batch)
+            names = {n.meta["source"]: n.name for n in graph.graph.nodes if n.meta.get("kind") == "parameter"}
+            held = {names[source]: state for source, state in pinned.items() if source in names}
+            self.layouts[key] = choose_layout(
+                graph, tp, FlatPrices(), pinned_parameters=held, region_class=region.class_id
+            )
+        return self.layouts[key]
+
+    def plan(
+        self,
+        *,
+        pp: int = 1,
+        dp: int = 1,
+        tp: int = 1,
+        micro_batch: int = 2,
+        recompute: Sequence[str] = ("none",),
+        zero: int = 0,
+        schedule: str = "1f1b",
+    ) -> Plan:
+        """Regions spread evenly over the stages, ``recompute`` kinds in turn."""
+        layouts: dict[str, Layout] = {}
+        pinned: dict[str, State] = {}
+        for region in reversed(self.regions):  # the head first: a tied table follows it
+            layout = self.layout(region, tp, pinned)
+            layouts[region.class_id] = layout
+            graph = region_graph(self.capture, region, self.capture.batch)
+            for node in graph.graph.nodes:
+                if node.meta.get("kind") == "parameter":
+                    pinned.setdefault(node.meta["source"], parse_state(layout.parameters.get(node.name, "R")))
+        entries = [
+            RegionPlan(region.name, region.class_id, recompute[i % len(recompute)])
+            for i, region in enumerate(self.regions)
+        ]
+        cuts = [len(entries) * i // pp for i in range(pp + 1)]
+        stages = tuple(Stage(tuple(entries[a:b])) for a, b in zip(cuts, cuts[1:]))
+        microbatches = self.global_batch // dp // micro_batch
+        part = Part("model", Mesh(pp, dp, tp), micro_batch, microbatches, schedule, zero, stages)
+        return Plan(
+            model=ModelIdentity(self.name, self.capture.source, self.capture.fingerprint, 0, 0),
+            hardware="cpu",
+            hardware_fingerprint="",
+            workload=Workload(pp * dp * tp, self.global_batch, self.capture.dtype, sizes=self.capture.sizes),
+            parts=(part,),
+            layouts=layouts,
+        )

@@ -1,0 +1,159 @@
+"""A whole step: what adds up, what a plan needs in memory, and which numbers were estimated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from cost_fixture import GIB, Embedding, Head, LlamaBlock, cost_model, fake_region
+
+from autoplan.plan import Mesh, Part, RegionPlan, Stage, Workload
+from autoplan_cost_models import (
+    CostModel,
+    RegionCost,
+    RegionWork,
+    Span,
+    lower_bound_1f1b,
+    measure_region,
+    price_plan,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
+WIDTH, SEQUENCE, VOCAB, LAYERS = 8192, 1024, 128256, 80
+
+
+@pytest.fixture(scope="module")
+def llama_70b() -> Mapping[str, RegionWork]:
+    """Embedding, one block and head of Llama-3-70B at 1,024 tokens."""
+    bf16 = torch.bfloat16
+    builders = {
+        "embed": (lambda: Embedding(WIDTH, VOCAB), lambda b: (torch.zeros(b, SEQUENCE, dtype=torch.long),)),
+        "block": (
+            lambda: LlamaBlock(WIDTH, 64, 8, 28672),
+            lambda b: (torch.empty(b, SEQUENCE, WIDTH, dtype=bf16),),
+        ),
+        "head": (
+            lambda: Head(WIDTH, VOCAB),
+            lambda b: (
+                torch.empty(b, SEQUENCE, WIDTH, dtype=bf16),
+                torch.zeros(b, SEQUENCE, dtype=torch.long),
+            ),
+        ),
+    }
+    return {name: measure_region(fake_region(*builder)) for name, builder in builders.items()}
+
+
+def part(
+    layers: int, mesh: Mesh, micro_batch: int, microbatches: int, *, zero: int = 0, recompute: str = "none",
+    schedule: str = "1f1b",
+) -> Part:  # fmt: skip
+    """Equal numbers of blocks a stage, the embedding first and the head last."""
+    names = [("embed", "embed"), *((f"layers.{i}", "block") for i in range(layers)), ("head", "head")]
+    plans = [RegionPlan(name, layout, recompute if layout == "block" else "none") for name, layout in names]
+    each = layers // mesh.pp
+    cuts = [0, *(1 + each * (s + 1) for s in range(mesh.pp - 1)), len(plans)]
+    stages = tuple(Stage(tuple(plans[a:b])) for a, b in itertools.pairwise(cuts))
+    return Part("model", mesh, micro_batch, microbatches, schedule, zero, stages)
+
+
+def costs(works: Mapping[str, RegionWork], model: CostModel, micro_batch: int) -> dict[str, RegionCost]:
+    return {name: model.region_cost(work, micro_batch, Span(1)) for name, work in works.items()}
+
+
+PARTS = [
+    part(8, Mesh(1, 1, 1), 1, 4),
+    part(8, Mesh(4, 2, 1), 1, 8, recompute="full"),
+    part(8, Mesh(4, 2, 1), 2, 4, recompute="selective", schedule="gpipe"),
+    part(8, Mesh(2, 16, 1), 1, 4, zero=3),
+    part(8, Mesh(2, 16, 1), 1, 4, zero=1),
+]
+
+
+@pytest.mark.parametrize("index", range(len(PARTS)))
+def test_breakdown_sums_to_the_step(llama_70b: Mapping[str, RegionWork], index: int) -> None:
+    """Every second has one cause; tokens/s and MFU follow from the step."""
+    plan, model = PARTS[index], cost_model()
+    tokens = SEQUENCE * plan.micro_batch * plan.microbatches * plan.mesh.dp
+    workload = Workload(plan.mesh.devices, tokens // SEQUENCE, tokens_per_sample=SEQUENCE)
+    prediction, stages = price_plan(plan, costs(llama_70b, model, plan.micro_batch), model, workload)
+    assert math.isclose(sum(prediction.breakdown_s.values()), prediction.step_time_s)
+    assert min(prediction.breakdown_s.values()) >= 0
+    assert math.isclose(prediction.tokens_per_s, tokens / prediction.step_time_s)
+    assert 0.05 < prediction.mfu < 1
+    if plan.schedule == "1f1b":
+        rows = [s.forward_s for s in stages], [s.backward_s for s in stages]
+        assert prediction.step_time_s >= lower_bound_1f1b(*rows, plan.microbatches)
+    for stage in stages:
+        assert math.isclose(sum(item.bytes for item in stage.memory_items), stage.memory_peak_bytes)
+        sizes = [item.bytes for item in stage.memory_items]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_model_flops_are_six_per_parameter_and_token(llama_70b: Mapping[str, RegionWork]) -> None:
+    """MFU counts 6 N per token plus causal attention, never recompute."""
+    model, plan = cost_model(), part(LAYERS, Mesh(8, 4, 1), 1, 8, recompute="full")
+    workload = Workload(32, 32, tokens_per_sample=SEQUENCE)
+    prediction, _ = price_plan(plan, costs(llama_70b, model, 1), model, workload)
+    block = WIDTH * (2 * WIDTH + 2 * 1024 + 3 * 28672)
+    tokens = 32 * SEQUENCE
+    expected = 6 * tokens * (LAYERS * block + WIDTH * VOCAB) + 6 * tokens * LAYERS * WIDTH * SEQUENCE
+    assert math.isclose(prediction.model_flops, expected)
+
+
+def test_70b_recipe_fits_141_gb_cards_and_not_80_gb_ones(llama_70b: Mapping[str, RegionWork]) -> None:
+    """Reported: pp 8 x FSDP 4, 1,024 tokens, micro-batch 4 overflows 79.1 GiB; micro-batch 1 fits.
+
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2673 (all-bf16 Adam, the
+    gather is the head's 1.957 GiB). Its 52 GB of activations are what selective recompute keeps.
+    """
+    model = cost_model()
+    peaks: dict[int, float] = {}
+    for micro_batch in (4, 1):
+        plan = part(LAYERS, Mesh(8, 4, 1), micro_batch, 8, zero=3, recompute="selective")
+        workload = Workload(32, 4 * micro_batch * 8, dtype="bf16-pure", tokens_per_sample=SEQUENCE)
+        _, stages = price_plan(plan, costs(llama_70b, model, micro_batch), model, workload)
+        peaks[micro_batch] = max(stage.memory_peak_bytes for stage in stages) / GIB
+        names = {item.name: item.bytes / GIB for item in stages[-1].memory_items}
+        assert names["gathered weights of head"] == pytest.approx(1.957, abs=2e-3)
+        assert any("in flight" in item.name for item in stages[0].memory_items)
+    assert peaks[1] < 79.1 < peaks[4] < 141
+
+
+def test_small_and_large_clusters_of_a_70b_fine_tune(llama_70b: Mapping[str, RegionWork]) -> None:
+    """Reported: full fine-tuning of 70B with ZeRO-3 does not fit 16 cards of 80 GB, and fits 32."""
+    model = cost_model()
+    fits: dict[int, bool] = {}
+    for devices in (16, 32):
+        plan = part(LAYERS, Mesh(1, devices, 1), 1, 1, zero=3, recompute="full")
+        workload = Workload(devices, devices, tokens_per_sample=SEQUENCE)
+        _, (stage,) = price_plan(plan, costs(llama_70b, model, 1), model, workload)
+        fits[devices] = stage.memory_peak_bytes <= stage.memory_limit_bytes
+    assert fits == {16: False, 32: True}
+
+
+def test_zero_3_trades_gradient_sync_for_gathers(llama_70b: Mapping[str, RegionWork]) -> None:
+    """States shrink with the replicas; the all-reduce at the end is gone; gathers show where exposed."""
+    model, workload = cost_model(), Workload(16, 16, tokens_per_sample=SEQUENCE)
+    whole, sharded = (
+        price_plan(part(8, Mesh(1, 16, 1), 1, 1, zero=zero), costs(llama_70b, model, 1), model, workload)
+        for zero in (0, 3)
+    )
+    assert sharded[1][0].memory_peak_bytes < 0.5 * whole[1][0].memory_peak_bytes
+    assert whole[0].breakdown_s["gradient_sync"] > 0 == sharded[0].breakdown_s["gradient_sync"]
+    assert sharded[0].breakdown_s["zero_gather"] > 0 == whole[0].breakdown_s["zero_gather"]
+    assert sharded[0].breakdown_s["optimizer"] < whole[0].breakdown_s["optimizer"]
+
+
+def test_estimated_inputs_are_named(llama_70b: Mapping[str, RegionWork]) -> None:
+    """A forecast from estimated numbers must say which."""
+    model, plan = cost_model(), part(8, Mesh(2, 16, 1), 1, 4)
+    prediction, _ = price_plan(
+        plan, costs(llama_70b, model, 1), model, Workload(32, 64, tokens_per_sample=SEQUENCE)
+    )
+    assert "all_reduce across nodes" in prediction.estimated_inputs
+    assert "memory reserved for the runtime" in prediction.estimated_inputs
+    assert "bf16 matrix product rate" not in prediction.estimated_inputs

@@ -1,0 +1,159 @@
+"""The search on small models: pins, certificates, defaults and what is said when nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from autoplan.cli import main
+from autoplan.errors import BadInputError, InfeasibleError
+from autoplan.plan import Mesh, Plan
+from autoplan.search.driver import search_plan
+from autoplan.search.space import Pins, candidates, parse_pins
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GPT = EXAMPLES / "gpt.py"
+
+
+@pytest.fixture(scope="module")
+def gpt_plan() -> Plan:
+    return search_plan(GPT, hw="cpu", devices=4, global_batch=16)
+
+
+def test_plan_states_everything(gpt_plan: Plan) -> None:
+    """A plan once came without the assumptions the search had made."""
+    assert any("--dtype" in assumption for assumption in gpt_plan.assumptions)
+    assert any("--optimizer" in assumption for assumption in gpt_plan.assumptions)
+    (part,) = gpt_plan.parts
+    assert part.mesh.devices == 4
+    assert part.micro_batch * part.microbatches * part.mesh.dp == 16
+    assert [r.region for s in part.stages for r in s.regions] == [
+        "embed",
+        *(f"blocks.{i}" for i in range(4)),
+        "head",
+    ]
+
+
+def test_certificate_bounds_the_plan(gpt_plan: Plan) -> None:
+    """The bound must never pass the simulated step time."""
+    certificate, prediction = gpt_plan.certificate, gpt_plan.prediction
+    assert certificate is not None and prediction is not None
+    assert 0 < certificate.bound_s <= certificate.objective_s == prediction.step_time_s
+    assert certificate.gap == pytest.approx(1 - certificate.bound_s / certificate.objective_s)
+    assert sum(prediction.breakdown_s.values()) == pytest.approx(prediction.step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("pins", "mesh"),
+    [
+        (("tp=2",), {"tp": 2}),
+        (("pp=2",), {"pp": 2}),
+        (("dp=4",), {"dp": 4}),
+        (("pp=2", "dp=1", "tp=2"), {"pp": 2, "dp": 1, "tp": 2}),
+    ],
+)
+def test_no_pinned_plan_beats_the_free_one(gpt_plan: Plan, pins: tuple[str, ...], mesh: dict[str, int]) -> None:
+    """Pins are obeyed, and the certificate holds: no pinned plan is faster than the bound."""
+    pinned = search_plan(GPT, hw="cpu", devices=4, global_batch=16, pins=pins)
+    found = dataclasses.asdict(pinned.parts[0].mesh)
+    assert {axis: found[axis] for axis in mesh} == mesh
+    assert pinned.prediction is not None and gpt_plan.certificate is not None
+    assert pinned.prediction.step_time_s >= gpt_plan.certificate.bound_s * (1 - 1e-9)
+
+
+def test_region_pins_reach_their_regions() -> None:
+    """A range of regions is pinned without touching the others."""
+    pins = ("pp=2", "blocks.0-1:recompute=full", "blocks.2:recompute=selective")
+    plan = search_plan(GPT, hw="cpu", devices=2, global_batch=8, pins=pins)
+    kinds = {r.region: r.recompute for s in plan.parts[0].stages for r in s.regions}
+    assert [kinds[f"blocks.{i}"] for i in range(3)] == ["full", "full", "selective"]
+
+
+@pytest.mark.parametrize(
+    ("pin", "says"),
+    [
+        ("tp", "expected KEY=VALUE"),
+        ("tpp=2", "Did you mean 'tp'"),
+        ("tp=0", "positive whole number"),
+        ("zero=9", "ZeRO stages"),
+        ("recompute=some", "none, selective, full"),
+        ("layers.0:tp=2", "a region takes recompute="),
+        ("cp=2", "plans cp at 1 only"),
+    ],
+)
+def test_bad_pins_are_named(pin: str, says: str) -> None:
+    with pytest.raises(BadInputError, match=says) as caught:
+        parse_pins([pin])
+    assert repr(pin) in str(caught.value)
+
+
+def test_mesh_that_does_not_multiply_out_is_refused() -> None:
+    """``--devices 6 --pin tp=4`` named no way out."""
+    with pytest.raises(BadInputError, match="--devices 8"):
+        candidates(6, 12, [1, 2, 4], 8, Pins(tp=4))
+
+
+def test_batch_that_no_mesh_divides_lists_the_nearest() -> None:
+    with pytest.raises(BadInputError, match="nearest that work: 8"):
+        candidates(4, 7, [1], 1, Pins())
+
+
+def test_candidates_cover_every_mesh() -> None:
+    """Each product of degrees appears, and none uses more or fewer devices."""
+    found = {c.mesh for c in candidates(8, 64, [1, 2, 4], 4, Pins())}
+    wanted = {
+        Mesh(pp, dp, tp) for pp in (1, 2, 4) for tp in (1, 2, 4) for dp in (1, 2, 4, 8) if pp * dp * tp == 8
+    }
+    assert found == wanted
+
+
+def test_tp_that_does_not_divide_heads_lists_degrees() -> None:
+    """A fractional head was planned silently."""
+    with pytest.raises(BadInputError, match=r"4 heads.*valid degrees: 1, 2"):
+        search_plan(GPT, hw="cpu", devices=3, global_batch=6, pins=("tp=3",))
+
+
+def test_nothing_fits_says_what_does(tmp_path: Path) -> None:
+    """The answer to a model too large names the limit, three contributors and a cluster that fits."""
+    model = tmp_path / "wide.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Wide(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.blocks = nn.ModuleList(nn.Linear(16384, 16384) for _ in range(16))\n\n"
+        "    def forward(self, x):\n        for block in self.blocks:\n            x = x + block(x)\n"
+        "        return x.square().mean()\n\n\n"
+        "def build_model():\n    return Wide()\n\n\n"
+        "def example_inputs(batch_size):\n    return {'x': torch.randn(batch_size, 16384)}\n"
+    )
+    with pytest.raises(InfeasibleError) as caught:
+        search_plan(model, hw="cpu", devices=2, global_batch=8)
+    message = str(caught.value)
+    assert caught.value.exit_code == 1
+    assert message.count(" GiB  ") == 3 and "--devices 8" in message
+    plan = search_plan(model, hw="cpu", global_batch=8)
+    assert plan.workload.devices == 8
+    assert any("--devices" in assumption for assumption in plan.assumptions)
+
+
+def test_command_line_json_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--json`` prints one object with the documented keys and nothing else."""
+    out = tmp_path / "plan.yaml"
+    code = main(
+        ["search", str(GPT), "--hw", "cpu", "--devices", "2", "--global-batch", "8", "-o", str(out), "--json"]
+    )
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)
+    documented = (
+        "plan hardware devices step_time_s tokens_per_s mfu memory_gib mesh parts micro_batch microbatches "
+        "schedule stages certificate wall_s"
+    )
+    assert set(documented.split()) <= set(found)
+    assert found["plan"] == str(out) and Plan.load(out).workload.devices == 2
+    assert main(["search", str(tmp_path / "none.py"), "--hw", "cpu"]) == 2
+    assert main(["search", str(GPT), "--hw", "kunlunn"]) == 2
+    assert main(["search", str(GPT), "--hw", "cpu", "--devices", "0"]) == 2
+    assert main(["serch"]) == 2
+    assert "search" in capsys.readouterr().err
