@@ -6,9 +6,9 @@ from tabulate import tabulate
 
 from autoplan.plan import Part, Plan, Stage
 from autoplan.region_runs import fold_regions
-from autoplan.units import count_text, gib_text, seconds_text
+from autoplan.units import count_text, seconds_text, share_text
 
-_HEADERS = ("stage", "regions", "recompute", "forward", "backward", "GiB", "of")
+_HEADERS = ("stage", "regions", "recompute", "forward", "backward", "memory")
 
 
 def plan_table(plan: Plan) -> str:
@@ -16,7 +16,7 @@ def plan_table(plan: Plan) -> str:
     lines = [heading(plan), *forecast(plan)]
     for part in plan.parts:
         rows = [row for number, stage in enumerate(part.stages) for row in _stage_rows(number, stage)]
-        align = ("right", "left", "left", "right", "right", "right", "right")
+        align = ("right", "left", "left", "right", "right", "right")
         table = tabulate(rows, _HEADERS, tablefmt="simple", colalign=align, disable_numparse=True)
         lines += ["", part_line(part), table]
     return "\n".join(lines)
@@ -37,7 +37,7 @@ def forecast(plan: Plan) -> tuple[str, ...]:
     if plan.prediction is not None:
         tokens = count_text(plan.prediction.tokens_per_s)
         step = seconds_text(plan.prediction.step_time_s)
-        about = "~" if plan.prediction.estimated_inputs else ""
+        about = estimate_mark(plan)
         lines.append(f"step {about}{step}, {about}{tokens} tokens/s, MFU {about}{plan.prediction.mfu:.1%}")
     if plan.certificate is not None:
         proof = plan.certificate
@@ -46,6 +46,11 @@ def forecast(plan: Plan) -> tuple[str, ...]:
             f"{proof.gap:.2%} ({proof.meshes_considered} meshes considered, {proof.meshes_solved} solved)"
         )
     return tuple(lines)
+
+
+def estimate_mark(plan: Plan) -> str:
+    """``~`` before numbers that rest on estimates of the hardware profile, else nothing."""
+    return "~" if plan.prediction is not None and plan.prediction.estimated_inputs else ""
 
 
 def part_line(part: Part) -> str:
@@ -61,10 +66,10 @@ def _stage_rows(number: int, stage: Stage) -> list[tuple[str, ...]]:
     """One row a run of regions; the stage's own numbers stand in its first row."""
     runs = fold_regions(stage.regions)
     told = stage.prediction
-    numbers = ("", "", "", "")
+    numbers = ("", "", "")
     if told is not None:
         times = (seconds_text(told.forward_s), seconds_text(told.backward_s))
-        numbers = (*times, gib_text(told.memory_peak_bytes), gib_text(told.memory_limit_bytes))
+        numbers = (*times, share_text(told.memory_peak_bytes, told.memory_limit_bytes))
     return [
         (str(number), run.label, run.recompute, *numbers) if i == 0 else ("", run.label, run.recompute)
         for i, run in enumerate(runs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
 
@@ -18,6 +19,10 @@ from autoplan.capture.values import is_getitem
 
 # share of an outer block's nodes that inner blocks must cover to be taken in its stead
 INNER_COVER = 0.7
+# a child with fewer nodes and no modules of its own is a layer (Linear, GELU), not a block
+BLOCK_NODES = 3
+# glue without parameters up to this many nodes may join a neighbour
+TINY_NODES = 8
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def find_spans(capture: Capture) -> tuple[Span, ...]:
 
 
 def _paths(calls: Sequence[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
-    """For each node its module calls (``path`` or ``path@call``), outermost first; a getitem stays with its producer."""
+    """Each node's module calls (``path`` or ``path@call``), outermost first; a getitem has its producer's."""
     paths: dict[fx.Node, tuple[str, ...]] = {}
     for node in calls:
         producer = node.all_input_nodes[0] if is_getitem(node) else None
@@ -66,13 +71,17 @@ def _child_of(keys: Iterable[str], container: str) -> str:
     return ""
 
 
-def _block_containers(capture: Capture, calls: Sequence[fx.Node], paths: dict[fx.Node, tuple[str, ...]]) -> list[str]:
+def _block_containers(
+    capture: Capture, calls: Sequence[fx.Node], paths: dict[fx.Node, tuple[str, ...]]
+) -> list[str]:
     """The containers whose children are blocks."""
     touched = {key.partition("@")[0] for keys in paths.values() for key in keys}
-    used = [c for c in capture.containers if any(t.startswith(c + "." if c else "") for t in touched if t != c)]
-    return _choose(capture, sorted(used, key=lambda c: (c.count("."), c)), calls, paths, strict=True) or _choose(
-        capture, sorted(used, key=lambda c: (c.count("."), c)), calls, paths, strict=False
-    )
+    used = [
+        c for c in capture.containers if any(t.startswith(c + "." if c else "") for t in touched if t != c)
+    ]
+    return _choose(
+        capture, sorted(used, key=lambda c: (c.count("."), c)), calls, paths, strict=True
+    ) or _choose(capture, sorted(used, key=lambda c: (c.count("."), c)), calls, paths, strict=False)
 
 
 def _choose(
@@ -121,15 +130,16 @@ def _children(
 
 
 def _repeats(capture: Capture, children: dict[str, list[fx.Node]]) -> int:
-    """How many children share the commonest structure (parameters, ops and shapes); 0 when none holds a parameter."""
-    signatures = Counter(_signature(child, nodes) for child, nodes in children.items() if _parameters(nodes))
+    """How many children share the commonest structure (parameters, ops and shapes)."""
+    whole = {c: n for c, n in children.items() if _is_composite(capture, c) or len(n) >= BLOCK_NODES}
+    signatures = Counter(_signature(nodes) for nodes in whole.values() if _parameters(nodes))
     if signatures and max(signatures.values()) > 1:
         return max(signatures.values())
-    composite = Counter(_class_of(capture, child) for child in children if _is_composite(capture, child))
+    composite = Counter(_class_of(capture, child) for child in whole if _is_composite(capture, child))
     return max(composite.values(), default=0)
 
 
-def _signature(child: str, nodes: Sequence[fx.Node]) -> str:
+def _signature(nodes: Sequence[fx.Node]) -> str:
     words = [f"{n.target}{[(t.dtype, tuple(t.shape)) for t in output_tensors(n)]}" for n in nodes]
     held = [f"{tuple(p.meta['val'].shape)}" for p in _parameters(nodes)]
     return " ".join(words + held)
@@ -153,7 +163,9 @@ def _is_composite(capture: Capture, child: str) -> bool:
 def _lone_block(capture: Capture, container: str, children: dict[str, list[fx.Node]]) -> bool:
     """A ModuleList with a single composite child: a model cut down to one block."""
     lone = len(children) == 1 and capture.module_classes.get(container) == "ModuleList"
-    return lone and all(_is_composite(capture, child) and _parameters(nodes) for child, nodes in children.items())
+    return lone and all(
+        _is_composite(capture, child) and _parameters(nodes) for child, nodes in children.items()
+    )
 
 
 def _inner_is_better(
@@ -163,19 +175,22 @@ def _inner_is_better(
     calls: Sequence[fx.Node],
     paths: dict[fx.Node, tuple[str, ...]],
 ) -> bool:
-    """Inner blocks stand for the outer ones when they cover them, chain, and are longer (or the outer repeat not)."""
+    """Inner blocks stand for the outer ones when they cover them, chain, and repeat more often."""
     outer = sum(len(nodes) for nodes in children.values())
     inner = [_children(container, calls, paths) for container in nested]
     covered = sum(len(nodes) for blocks in inner for nodes in blocks.values())
     chained = [blocks for blocks in inner if _is_chain(list(blocks.values()))]
     if len(chained) < len(inner) or covered < INNER_COVER * outer:
         return False
-    return max(len(blocks) for blocks in inner) > repeats or sum(map(len, inner)) >= 2 * len(children) > 2 * repeats
+    return (
+        max(len(blocks) for blocks in inner) > repeats
+        or sum(map(len, inner)) >= 2 * len(children) > 2 * repeats
+    )
 
 
 def _is_chain(blocks: Sequence[Sequence[fx.Node]]) -> bool:
     """Whether each block depends on the one before."""
-    for before, after in zip(blocks, blocks[1:]):
+    for before, after in pairwise(blocks):
         reached = set(before)
         first, last = before[0], after[-1]
         node = first
@@ -211,29 +226,55 @@ def _next_label(labels: Sequence[str], index: int) -> str:
 
 def _settle_glue(runs: Sequence[_Run]) -> list[_Run]:
     """Give parameter-free glue between blocks to a neighbour where the neighbours' classes stay equal."""
-    settled = _share_glue(list(runs))
-    return [run for run in settled if run.nodes]
+    bare = [run if _parameters(run.nodes) else _Run("", run.nodes) for run in runs]
+    shared = [run for run in _share_glue(_joined(bare)) if run.nodes]
+    kinds = Counter(_signature(run.nodes) for run in shared if run.block)
+    index = 1
+    while index < len(shared) - 1:
+        before, glue, after = shared[index - 1 : index + 2]
+        small = not glue.block and len(glue.nodes) <= TINY_NODES and not _parameters(glue.nodes)
+        if small and after.block and kinds[_signature(after.nodes)] == 1:
+            shared[index : index + 2] = [_Run(after.block, (*glue.nodes, *after.nodes))]
+        elif small and before.block and kinds[_signature(before.nodes)] == 1:
+            shared[index - 1 : index + 1] = [_Run(before.block, (*before.nodes, *glue.nodes))]
+        else:
+            index += 1
+    return shared
+
+
+def _joined(runs: Sequence[_Run]) -> list[_Run]:
+    """Neighbouring runs of no block as one."""
+    joined: list[_Run] = []
+    for run in runs:
+        if joined and not run.block and not joined[-1].block:
+            joined[-1] = _Run("", (*joined[-1].nodes, *run.nodes))
+        else:
+            joined.append(run)
+    return joined
 
 
 def _share_glue(runs: list[_Run]) -> list[_Run]:
-    """Glue that follows (or precedes) every block of a chain joins it; its twin is peeled off head or embed."""
+    """Glue that lies beside every block of a class joins those blocks, its twin peeled off embed or head."""
     gaps = [i for i in range(1, len(runs) - 1) if not runs[i].block and not _parameters(runs[i].nodes)]
-    common = Counter(_ops(runs[i].nodes) for i in gaps)
-    for ops, count in common.items():
+    for ops in dict.fromkeys(_ops(runs[i].nodes) for i in gaps):
         places = [i for i in gaps if _ops(runs[i].nodes) == ops]
-        after, before = places[-1] + 2, places[0] - 2
-        if count == 1 and len(gaps) > 1:
-            continue
-        if before >= 0 and not runs[before].block and _ops(runs[before].nodes[-len(ops) :]) == ops:
-            for i in [before, *places]:
-                _move(runs, i, i + 1, len(ops))
-        elif after < len(runs) and not runs[after].block and _ops(runs[after].nodes[: len(ops)]) == ops:
-            for i in [*places, after]:
-                _move(runs, i, i - 1, len(ops))
-        elif count > 1:
-            for i in places:
-                _move(runs, i, i + 1, len(ops))
+        first, last = places[0] - 2, places[-1] + 2
+        twin_before = first >= 0 and not runs[first].block and _ops(runs[first].nodes[-len(ops) :]) == ops
+        twin_after = last < len(runs) and not runs[last].block and _ops(runs[last].nodes[: len(ops)]) == ops
+        after = [(i, i + 1) for i in ([first] if twin_before else []) + places]
+        before = [(i, i - 1) for i in places + ([last] if twin_after else [])]
+        moves = min((after, before), key=lambda pairs: _left_out(runs, [target for _, target in pairs]))
+        if len(places) > 1 or _left_out(runs, [target for _, target in moves]) == 0:
+            for source, target in moves:
+                _move(runs, source, target, len(ops))
     return runs
+
+
+def _left_out(runs: Sequence[_Run], targets: Sequence[int]) -> int:
+    """Blocks equal to one of the targets that are not themselves targets."""
+    signatures = {_signature(runs[t].nodes) for t in targets}
+    alike = [i for i, run in enumerate(runs) if run.block and _signature(run.nodes) in signatures]
+    return len(alike) - len(targets)
 
 
 def _move(runs: list[_Run], source: int, target: int, count: int) -> None:

@@ -9,18 +9,22 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.batch import at_batch, output_tensors
-from autoplan.capture.program import Capture
+from autoplan.capture.internals import FakeTensor, OpOverload, schema_of
+from autoplan.capture.opaque import flops_of
+from autoplan.capture.program import BatchForm, Capture
 from autoplan.capture.values import run_on_fakes
-from autoplan.region_spans import Span, find_spans
 from autoplan.errors import BadInputError
+from autoplan.region_spans import Span, find_spans
 
 
 @dataclass(frozen=True)
@@ -47,27 +51,30 @@ class Region:
 
 def find_regions(capture: Capture) -> tuple[Region, ...]:
     """Cut the graph into regions, in execution order; every node belongs to exactly one."""
-    facts = _Facts(capture)
+    facts = _facts(capture)
     regions = [_region(facts, span) for span in find_spans(capture)]
-    return tuple(replace(region, class_id=_class_id(facts, region)) for region in regions)
+    return tuple(replace(region, class_id=_class_id(capture, facts, region)) for region in regions)
 
 
-@dataclass
 class _Facts:
     """What is asked of the capture again and again: nodes by name, what needs gradients, what is free."""
 
-    capture: Capture
-    nodes: dict[str, fx.Node] = field(init=False)
-    differentiable: set[fx.Node] = field(init=False)
-    side: set[fx.Node] = field(init=False)
-    placeholders: dict[str, fx.Node] = field(init=False)
-
-    def __post_init__(self) -> None:
-        held = self.capture.graph.find_nodes(op="placeholder")
+    def __init__(self, capture: Capture) -> None:
+        held = capture.graph.find_nodes(op="placeholder")
         self.placeholders = {n.meta["source"]: n for n in held if n.meta["kind"] != "input"}
-        self.nodes = {node.name: node for node in self.capture.graph.nodes}
-        self.differentiable = differentiable_nodes(self.capture)
-        self.side = side_nodes(self.capture.graph)
+        self.nodes = {node.name: node for node in capture.graph.nodes}
+        self.differentiable = differentiable_nodes(capture)
+        self.side = side_nodes(capture.graph)
+
+
+_FACTS: WeakKeyDictionary[fx.Graph, _Facts] = WeakKeyDictionary()
+
+
+def _facts(capture: Capture) -> _Facts:
+    """The facts of a capture, worked out once."""
+    if capture.graph not in _FACTS:
+        _FACTS[capture.graph] = _Facts(capture)
+    return _FACTS[capture.graph]
 
 
 def differentiable_nodes(capture: Capture) -> set[fx.Node]:
@@ -89,10 +96,12 @@ def side_nodes(graph: fx.Graph) -> set[fx.Node]:
     tied_down: set[fx.Node] = set()
     free: set[fx.Node] = set()
     for node in graph.nodes:
-        random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        if (node.op == "placeholder" and node.meta["kind"] == "parameter") or random:
-            tied_down.add(node)
-        elif any(n in tied_down for n in node.all_input_nodes):
+        random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if (
+            (node.op == "placeholder" and node.meta["kind"] == "parameter")
+            or random
+            or any(n in tied_down for n in node.all_input_nodes)
+        ):
             tied_down.add(node)
         elif node.op == "call_function":
             free.add(node)
@@ -135,14 +144,15 @@ def local_name(capture: Capture, region: Region, name: str) -> str:
     return name
 
 
-def _class_id(facts: _Facts, region: Region) -> str:
+def _class_id(capture: Capture, facts: _Facts, region: Region) -> str:
     """Hash of the region's ops, shapes, constants, parameters, wiring and boundary positions."""
-    capture = facts.capture
     words = {facts.nodes[name]: f"x{i}" for i, name in enumerate(region.inputs)}
     digest = hashlib.sha256()
     for name in region.inputs:
         node = facts.nodes[name]
-        digest.update(f"in {_shapes(node)} {node in facts.differentiable} {name in region.side_inputs};".encode())
+        digest.update(
+            f"in {_shapes(node)} {node in facts.differentiable} {name in region.side_inputs};".encode()
+        )
     for source in region.parameters:
         node = facts.placeholders[source]
         words[node] = f"p:{local_name(capture, region, source)}"
@@ -165,15 +175,19 @@ def _shapes(node: fx.Node) -> str:
 
 def _argument_words(node: fx.Node, words: Mapping[fx.Node, str]) -> str:
     leaves, structure = pytree.tree_flatten((tuple(node.args), dict(node.kwargs)))
-    return " ".join(words[x] if isinstance(x, fx.Node) else repr(x) for x in leaves) + f" {structure.num_nodes}"
+    return (
+        " ".join(words[x] if isinstance(x, fx.Node) else repr(x) for x in leaves) + f" {structure.num_nodes}"
+    )
 
 
 def _value_hash(capture: Capture, name: str) -> str:
     """Constants of equal regions are equal in value; buffers are told apart by shape alone."""
     value = capture.constants.get(name)
-    if value is None or value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
+    if value is None or value.is_meta or isinstance(value, FakeTensor):
         return ""
-    return hashlib.sha256(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def region_graph(capture: Capture, region: Region, batch: int) -> fx.GraphModule:
@@ -222,26 +236,26 @@ def _subgraph(
             f"micro-batch {batch} was asked of a model whose batch size is fixed at {capture.batch}: "
             f"use --pin micro_batch={capture.batch}."
         )
-    nodes = {node.name: node for node in capture.graph.nodes}
-    placeholders = {(n.meta["kind"], n.meta["source"]): n for n in capture.graph.find_nodes(op="placeholder")}
-    differentiable = differentiable_nodes(capture)
+    facts = _facts(capture)
+    nodes = facts.nodes
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for index, name in enumerate(held[0]):
         _add_placeholder(graph, env, nodes[name], f"x_{index}", "input", name)
     for name in held[1]:
         local = re.sub(r"\W", "_", local_name(capture, region, name))
-        _add_placeholder(graph, env, placeholders["parameter", name], f"p_{local}", "parameter", name)
+        _add_placeholder(graph, env, facts.placeholders[name], f"p_{local}", "parameter", name)
     for index, name in enumerate(held[2]):
-        kind = "buffer" if ("buffer", name) in placeholders else "constant"
+        kind = facts.placeholders[name].meta["kind"]
         local = re.sub(r"\W", "_", local_name(capture, region, name)) if kind == "buffer" else str(index)
-        _add_placeholder(graph, env, placeholders[kind, name], f"{kind[0]}_{local}", kind, name)
+        _add_placeholder(graph, env, facts.placeholders[name], f"{kind[0]}_{local}", kind, name)
     for old, new in env.items():
-        new.meta["requires_grad"] = old in differentiable
+        new.meta["requires_grad"] = old in facts.differentiable
         if extra and old.name in capture.batch_form.shapes:
-            new.meta["val"] = _grown(new.meta["val"], capture.batch_form.shapes[old.name], extra)
+            new.meta["val"] = _grown(old, capture.batch_form, extra)
     for name in calls:
         _add_call(graph, env, nodes[name], capture, extra)
+        env[nodes[name]].meta["requires_grad"] = nodes[name] in facts.differentiable
     graph.output(tuple(env[nodes[name]] for name in outputs))
     return fx.GraphModule(nn.Module(), graph)
 
@@ -249,40 +263,40 @@ def _subgraph(
 def _add_placeholder(
     graph: fx.Graph, env: dict[fx.Node, fx.Node], old: fx.Node, name: str, kind: str, source: str
 ) -> None:
-    env[old] = graph.placeholder(name)
+    env[old] = graph.create_node("placeholder", name, name=name)  # graph.placeholder() would lower the case
     env[old].meta = {"val": old.meta["val"], "kind": kind, "source": source}
 
 
-def _add_call(graph: fx.Graph, env: dict[fx.Node, fx.Node], old: fx.Node, capture: Capture, extra: int) -> None:
+def _add_call(
+    graph: fx.Graph, env: dict[fx.Node, fx.Node], old: fx.Node, capture: Capture, extra: int
+) -> None:
     """Copy one node under its canonical name; at another batch, patch its integers and re-run it on fakes."""
     args, kwargs = at_batch(old, capture.batch_form, extra)
-    args, kwargs = fx.node.map_arg((args, kwargs), lambda n: env[n])  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]: map_arg keeps the tuple
+    args, kwargs = map_arg((args, kwargs), env.__getitem__)
     new = graph.create_node("call_function", old.target, args, kwargs, name=canonical_target_name(old))
     new.meta = {**old.meta, "source": old.name}
     env[old] = new
     if extra:
         new.meta["val"] = run_on_fakes(new)
+        if "opaque" in new.meta:
+            new.meta["flops"] = flops_of(new)
 
 
 def canonical_target_name(node: fx.Node) -> str:
     """``aten.linear.default`` -> ``linear``."""
     target: Any = node.target
-    name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else target.__name__
+    name = schema_of(target).name.partition("::")[2] if isinstance(target, OpOverload) else target.__name__
     return name.strip("_") or "op"
 
 
-def _grown(value: Any, growth: Sequence[int], extra: int) -> Any:
-    """``value`` with every dim moved by ``extra`` samples, its dims in the same memory order."""
-    steps = iter(growth)
-    return pytree.tree_map_only(torch.Tensor, lambda t: _resized(t, [int(d) + next(steps) * extra for d in t.shape]), value)
+def _grown(node: fx.Node, form: BatchForm, extra: int) -> Any:
+    """The node's value with every dim and stride moved by ``extra`` samples."""
+    dims, steps = iter(form.shapes[node.name]), iter(form.strides[node.name])
 
+    def grown(tensor: torch.Tensor) -> torch.Tensor:
+        shape = [int(size) + next(dims) * extra for size in tensor.shape]
+        strides = [at_larger + growth * (extra - 1) for at_larger, growth in (next(steps) for _ in shape)]
+        with tensor.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]: graph values are FakeTensors
+            return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
 
-def _resized(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    order = sorted(range(len(shape)), key=lambda d: (-tensor.stride(d), d))
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        expanded = tensor.stride(dim) == 0 and tensor.shape[dim] > 1
-        strides[dim] = 0 if expanded else step
-        step *= 1 if expanded else max(1, shape[dim])
-    with tensor.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]: graph values are FakeTensors
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=tensor.dtype, device="cpu")
+    return pytree.tree_map_only(torch.Tensor, grown, node.meta["val"])

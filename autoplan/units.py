@@ -22,9 +22,11 @@ def bytes_text(amount_bytes: float) -> str:
     return f"{amount_bytes:.0f} B"
 
 
-def gib_text(amount_bytes: float) -> str:
-    """Always GiB with one decimal, for columns that are compared: ``"70.1"``."""
-    return f"{amount_bytes / GIB:.1f}"
+def share_text(amount_bytes: float, limit_bytes: float) -> str:
+    """``"31.0 of 86.2 GiB"``, or ``"96.2 MiB of 14.8 GiB"`` where the units differ."""
+    amount, limit = bytes_text(amount_bytes), bytes_text(limit_bytes)
+    number, _, unit = amount.partition(" ")
+    return f"{number if limit.endswith(f' {unit}') else amount} of {limit}"
 
 
 def seconds_text(duration_s: float) -> str:

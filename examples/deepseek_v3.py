@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (671B) from its published sizes (https://arxiv.org/abs/2412.19437, section 4.2), without weights."""
+"""DeepSeek-V3 (671B) from its published sizes (https://arxiv.org/abs/2412.19437, section 4.2)."""
 
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM

@@ -1,4 +1,4 @@
-"""Llama-3-70B from its published sizes (https://huggingface.co/meta-llama/Meta-Llama-3-70B), without weights."""
+"""Llama-3-70B from its published sizes (https://huggingface.co/meta-llama/Meta-Llama-3-70B)."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

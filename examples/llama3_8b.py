@@ -1,4 +1,4 @@
-"""Llama-3-8B from its published sizes (https://huggingface.co/meta-llama/Meta-Llama-3-8B), without weights."""
+"""Llama-3-8B from its published sizes (https://huggingface.co/meta-llama/Meta-Llama-3-8B)."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

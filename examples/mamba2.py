@@ -1,4 +1,4 @@
-"""Mamba-2 2.7B from its published sizes (https://huggingface.co/state-spaces/mamba2-2.7b), without weights."""
+"""Mamba-2 2.7B from its published sizes (https://huggingface.co/state-spaces/mamba2-2.7b)."""
 
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM

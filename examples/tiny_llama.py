@@ -44,7 +44,11 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(VOCAB, HIDDEN), norm(HIDDEN), linear(HIDDEN, VOCAB)
+        self.embedding, self.norm, self.head = (
+            nn.Embedding(VOCAB, HIDDEN),
+            norm(HIDDEN),
+            linear(HIDDEN, VOCAB),
+        )
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
         self.register_buffer("frequencies", 1e4 ** -(torch.arange(0, HEAD, 2) / HEAD), persistent=False)
 

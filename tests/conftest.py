@@ -1,4 +1,4 @@
-"""Options shared by the tests: ``--update-golden`` rewrites the golden files instead of comparing with them."""
+"""Options shared by the tests: ``--update-golden`` rewrites the golden files instead of comparing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ from what is made now")
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite tests/golden/ from what is made now"
+    )
 
 
 @pytest.fixture

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import fx, nn
 
 
-def functional_graph(module: nn.Module, inputs: Sequence[torch.Tensor], *, needs_gradient: bool = True) -> fx.GraphModule:
+def functional_graph(
+    module: nn.Module, inputs: Sequence[torch.Tensor], *, needs_gradient: bool = True
+) -> fx.GraphModule:
     """The graph of one module as ``region_graph`` makes them: inputs, parameters, buffers, constants."""
-    exported = torch.export.export(module, tuple(inputs), strict=False).run_decompositions({})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch.export trips over its own deprecations
+        exported = torch.export.export(module, tuple(inputs), strict=False).run_decompositions({})
     kinds = {
         **dict.fromkeys(exported.graph_signature.inputs_to_parameters, "parameter"),
         **dict.fromkeys(exported.graph_signature.inputs_to_buffers, "buffer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import fx
 
@@ -75,7 +76,7 @@ class HandPlans:
             for i, region in enumerate(self.regions)
         ]
         cuts = [len(entries) * i // pp for i in range(pp + 1)]
-        stages = tuple(Stage(tuple(entries[a:b])) for a, b in zip(cuts, cuts[1:]))
+        stages = tuple(Stage(tuple(entries[a:b])) for a, b in pairwise(cuts))
         microbatches = self.global_batch // dp // micro_batch
         part = Part("model", Mesh(pp, dp, tp), micro_batch, microbatches, schedule, zero, stages)
         return Plan(

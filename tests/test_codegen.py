@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_fixture import HandPlans
+from torch import fx
+
 from autoplan.capture import Capture, capture_model
 from autoplan.errors import BadPlanError, UnsupportedOpError
 from autoplan.plan import Plan, Stage
@@ -18,8 +21,6 @@ from autoplan_codegen.names import free_name
 from autoplan_codegen.prelude import prelude_source
 from autoplan_passes import collectives
 from autoplan_passes.stages import split_stages
-from run_fixture import HandPlans
-from torch import fx
 
 MODELS = Path(__file__).parent / "models"
 
@@ -47,7 +48,9 @@ def test_stage_imports_torch_alone(plans: HandPlans) -> None:
             for name in (
                 [alias.name for alias in node.names]
                 if isinstance(node, ast.Import)
-                else [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+                else [str(node.module)]
+                if isinstance(node, ast.ImportFrom)
+                else []
             )
         ]
         assert {name.split(".")[0] for name in names} <= {"torch", "collections", "typing", "dataclasses"}
@@ -95,7 +98,9 @@ def _sample(name: str) -> tuple:
     return (X,)
 
 
-@pytest.mark.parametrize("name", [*OPERATORS, *METHODS, *FUNCTIONS, *(n for n in SAMPLES if n not in FUNCTIONS)])
+@pytest.mark.parametrize(
+    "name", [*OPERATORS, *METHODS, *FUNCTIONS, *(n for n in SAMPLES if n not in FUNCTIONS)]
+)
 def test_every_expression_means_its_op(name: str) -> None:
     """Each row of the tables, printed, run and compared with the op itself, to the last bit."""
     target = torch.ops

@@ -39,7 +39,7 @@ def make_chain(seed: int, regions: int, stages: int, microbatches: int, tight: f
 
 def brute_force(chain: Chain) -> tuple[float, float]:
     """Least formula objective over every cut and mix that fits, and least bound rows over those that
-    would fit if only the last region's smallest transient were ever alive."""
+    would fit if only what is certainly alive at some moment counted."""
     n, p = len(chain.items), chain.stages
     best_formula = best_bound = float("inf")
     for inner in itertools.combinations(range(1, n), p - 1):
@@ -60,7 +60,8 @@ def brute_force(chain: Chain) -> tuple[float, float]:
 def fastest_mix(chain: Chain, stage: int, first: int, end: int, relaxed: bool) -> tuple[float, float] | None:
     """(forward, backward) of the fastest recompute mix that fits one stage."""
     items = chain.items[first:end]
-    least = min(items[-1].transient_bytes)
+    after = [sum(max(i.saved_bytes) for i in items[n + 1 :]) for n in range(len(items))]
+    least = max(0.0, *(min(i.transient_bytes) - a for i, a in zip(items, after)))
     flying = in_flight("1f1b", stage, chain.stages, chain.microbatches)
     fits = []
     for mix in itertools.product(range(3), repeat=len(items)):

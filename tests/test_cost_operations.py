@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autoplan.errors import UnsupportedOpError
 from autoplan_cost_models import Operation, operations
+from autoplan_cost_models.contractions import CONTRACTION_WORDS, NOT_CONTRACTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -107,6 +108,15 @@ def test_grouped_products_share_rows_evenly() -> None:
     assert operation.forward[0].m == 16
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
+def test_recurrent_layers_multiply_every_weight_at_every_step() -> None:
+    """A 2-layer LSTM once had no formula at all."""
+    graph = region_graph_of(nn.LSTM(8, 16, num_layers=2, batch_first=True), x(3, 5, 8))
+    (operation,) = contractions(operations(graph))
+    assert operation.forward_flops == 2 * 3 * 5 * 4 * 16 * (8 + 16 + 16 + 16)
+    assert operation.backward_flops == 2 * operation.forward_flops
+
+
 def test_frozen_operands_cost_no_gradient() -> None:
     """A frozen weight needs no weight gradient; an input without gradient needs no input gradient."""
     layer = nn.Linear(8, 6, bias=False)
@@ -137,6 +147,27 @@ def test_unknown_contraction_is_refused_then_priced_by_meta() -> None:
     node = next(n for n in graph.graph.nodes if n.op == "call_function")
     node.meta["flops"] = 384.0
     assert operations(graph)[0].forward_flops == 384.0
+
+
+NAMES = {
+    True: (
+        "strange_mm",
+        "my_bmm",
+        "int_matmul",
+        "depthwise_conv2d",
+        "ring_attention",
+        "linear_fp8",
+        "gru_cell",
+    ),
+    False: ("lgamma", "cummax", "convert_element_type", "upsample_bilinear2d", "hamming_window", "comm_hook"),
+}
+
+
+@pytest.mark.parametrize(("product", "name"), [(p, name) for p, names in NAMES.items() for name in names])
+def test_which_names_look_like_products(product: bool, name: str) -> None:
+    """lgamma has an mm in it and is no product; a new attention function must not run for free."""
+    found = CONTRACTION_WORDS.search(name) is not None and not name.startswith(NOT_CONTRACTIONS)
+    assert found is product
 
 
 FREE = {

@@ -69,8 +69,8 @@ def test_numbers_of_other_libraries_are_saved_as_python_numbers(tmp_path: Path) 
     """Guards: a numpy float from the solver written as a YAML object, unreadable by safe_load."""
     import numpy
 
-    plan = with_float(numpy.float64(4.5))  # type: ignore[arg-type]
-    part = dataclasses.replace(plan.parts[0], micro_batch=numpy.int64(1))  # type: ignore[arg-type]
+    plan = with_float(numpy.float64(4.5))
+    part = dataclasses.replace(plan.parts[0], micro_batch=numpy.int64(1))
     plan = dataclasses.replace(plan, parts=(part,))
     plan.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == plan

@@ -21,7 +21,7 @@ from autoplan.report import draw
 from autoplan.report.graph import plan_dot
 from autoplan.report.summary import largest_part, plan_summary_json, typical_layout
 from autoplan.report.terminal import print_plan
-from autoplan.units import bytes_text, count_text, seconds_text
+from autoplan.units import bytes_text, count_text, seconds_text, share_text
 
 PLAN = llama_plan()
 DOT = plan_dot(PLAN)
@@ -62,7 +62,7 @@ def test_identical_neighbours_are_one_node() -> None:
 def test_drawing_tells_stages_bytes_placements_recompute_and_kernels() -> None:
     """Guards: a picture of boxes without the numbers a person came for."""
     for told in (
-        "<B>stage 0</B>", "ranks 32-63", "forward 20.1 ms, backward 40.2 ms + 10.1 ms recompute",
+        "<B>stage 0</B>", "ranks 32-63", "forward ~20.1 ms, backward ~40.2 ms + ~10.1 ms recompute",
         "31.0 of 86.2 GiB (36%)", "to stage 1\\n32.0 MiB\\ntp R\\ndp S(0)", "recompute full",
         "recompute selective", "kernels: flash_attention", "forward: 2 all-reduce, 64.0 MiB",
         "parameters on tp: 2 x S(1), 5 x S(0), 2 x R", "step ~4.33 s", "loss",
@@ -206,6 +206,8 @@ def test_the_largest_part_and_the_typical_layer_speak_for_the_plan() -> None:
 
 
 UNITS = [
+    (share_text(31 * 2**30, 86.2 * 2**30), "31.0 of 86.2 GiB"),
+    (share_text(2**20, 2**30), "1.00 MiB of 1.00 GiB"),
     (bytes_text(0), "0 B"), (bytes_text(2**25), "32.0 MiB"), (bytes_text(1.5 * 2**40), "1.50 TiB"),
     (seconds_text(0), "0"), (seconds_text(4.3333), "4.33 s"), (seconds_text(0.0123), "12.3 ms"),
     (seconds_text(0.9999999), "1000 ms"), (seconds_text(123.4), "123 s"), (seconds_text(2e-7), "0.20 us"),

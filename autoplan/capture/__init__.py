@@ -1,4 +1,4 @@
-"""Capture: a ``model.py``, a ``config.json`` or a module comes in; a :class:`Capture` of forward and loss goes out."""
+"""A ``model.py``, ``config.json`` or module comes in; a :class:`Capture` of forward and loss goes out."""
 
 from autoplan.capture.capturing import capture_model, capture_module
 from autoplan.capture.program import BatchForm, Capture, ParameterInfo

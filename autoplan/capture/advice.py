@@ -97,8 +97,9 @@ def import_failure_message(error: BaseException, path: Path) -> str:
     """The user's file raised while it was imported."""
     where = user_frame(error, str(path))
     if isinstance(error, ModuleNotFoundError):
+        package = str(error.name).partition(".")[0]
         return (
-            f"{where}: `{error.name}` cannot be imported: install it (pip install {str(error.name).split('.')[0]}) "
+            f"{where}: `{error.name}` cannot be imported: install it (pip install {package}) "
             "or put its folder on PYTHONPATH."
         )
     if isinstance(error, SystemExit):
@@ -106,18 +107,23 @@ def import_failure_message(error: BaseException, path: Path) -> str:
             f"{where}: the file exits while it is imported: put the script part under "
             '`if __name__ == "__main__":`.'
         )
-    return f"{where}: importing the file failed: {one_line(error)}. It should import on its own: try `python {path}`."
+    return (
+        f"{where}: importing the file failed: {one_line(error)}. "
+        f"It should import on its own: try `python {path}`."
+    )
 
 
 def weights_message(error: BaseException, source: str) -> str:
     """The message for a model that wants its weights, or "" when the error is of another kind."""
     frames = frames_of(error)
-    wanted = [f for f in frames if any(f.name == name and part in f.filename for name, part in WEIGHT_LOADERS)]
+    wanted = [
+        name for name, part in WEIGHT_LOADERS if any(f.name == name and part in f.filename for f in frames)
+    ]
     if not wanted:
         return ""
     where = user_frame(error, source)
     return (
-        f"{where}: build_model() needs weights ({wanted[0].name} failed: {one_line(error)}). "
+        f"{where}: build_model() needs weights ({wanted[0]} failed: {one_line(error)}). "
         "A plan needs the architecture alone: build it from its config "
         "(e.g. `AutoModelForCausalLM.from_config(config)`) and load the weights in the training script."
     )
@@ -133,7 +139,9 @@ def _module_classes(module: ModuleType) -> list[type[nn.Module]]:
     outer = [cls for cls in own if cls not in used]
     sources = {cls: _source(cls) for cls in outer}
     whole = [
-        cls for cls in outer if not any(f"{cls.__name__}(" in text for c, text in sources.items() if c is not cls)
+        cls
+        for cls in outer
+        if not any(f"{cls.__name__}(" in text for c, text in sources.items() if c is not cls)
     ]
     return whole or outer
 
@@ -215,7 +223,8 @@ def no_loss_message(path: str, outputs: Any, value: Any, has_loss_fn: bool) -> s
         + _indented(
             [
                 "def loss_fn(outputs, inputs):",
-                '    return torch.nn.functional.cross_entropy(outputs.flatten(0, -2), inputs["labels"].flatten())',
+                '    labels = inputs["labels"].flatten()',
+                "    return torch.nn.functional.cross_entropy(outputs.flatten(0, -2), labels)",
             ]
         )
     )

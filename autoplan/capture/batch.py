@@ -1,4 +1,4 @@
-"""Two captures of one model at neighbouring batch sizes come in; how everything grows with the batch goes out."""
+"""Captures of one model at two neighbouring batch sizes come in; how all grows with the batch goes out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class NodeForm:
     skeleton: str
     integers: tuple[int, ...]
     dims: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 def is_integer(value: object) -> bool:
@@ -43,10 +44,11 @@ def _node_form(node: fx.Node, numbers: dict[fx.Node, int]) -> NodeForm:
     words = [_word(leaf, numbers) for leaf in leaves]
     tensors = output_tensors(node)
     dims = tuple(int(d) for t in tensors for d in t.shape)
+    strides = tuple(int(s) for t in tensors for s in t.stride())
     types = ",".join(f"{t.dtype}{t.dim()}" for t in tensors)
     target = node.meta.get("source", "") if node.op == "placeholder" else node.target
     skeleton = f"{node.op} {target} {' '.join(words)} {len(leaves)} {structure.num_nodes} -> {types}"
-    return NodeForm(skeleton, tuple(leaf for leaf in leaves if is_integer(leaf)), dims)
+    return NodeForm(skeleton, tuple(leaf for leaf in leaves if is_integer(leaf)), dims, strides)
 
 
 def _word(leaf: Any, numbers: dict[fx.Node, int]) -> str:
@@ -72,6 +74,7 @@ def batch_form(graph: fx.Graph, smaller: Sequence[NodeForm], larger: Sequence[No
     """Growth per extra sample, from the forms at batch b (of ``graph``) and b + 1."""
     arguments: dict[str, tuple[int, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    strides: dict[str, tuple[tuple[int, int], ...]] = {}
     for node, a, b in zip(graph.nodes, smaller, larger, strict=True):
         grown = tuple(y - x for x, y in zip(a.integers, b.integers))
         widened = tuple(y - x for x, y in zip(a.dims, b.dims))
@@ -79,7 +82,10 @@ def batch_form(graph: fx.Graph, smaller: Sequence[NodeForm], larger: Sequence[No
             arguments[node.name] = grown
         if any(widened):
             shapes[node.name] = widened
-    return BatchForm(arguments=arguments, shapes=shapes, known=True)
+            # the stride of a dim of size 1 means nothing: a batch of one shows it at the larger size
+            steps = zip(a.dims, a.strides, b.strides)
+            strides[node.name] = tuple((y, y - x if size > 1 else 0) for size, x, y in steps)
+    return BatchForm(arguments=arguments, shapes=shapes, strides=strides, known=True)
 
 
 def at_batch(node: fx.Node, form: BatchForm, extra: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

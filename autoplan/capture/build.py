@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 from autoplan.capture import advice
+from autoplan.capture.internals import FakeTensor, FakeTensorMode, factories, tensor_tables
 from autoplan.capture.source import ModelSource
 from autoplan.errors import AutoplanError, CaptureError
 
@@ -37,10 +36,14 @@ class SmallTensorsReal(TorchFunctionMode):
     """Factories without a device give: ``torch.empty`` and large results on meta, small ones real."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func not in _device_constructors() or kwargs.get("device") is not None:
+        if func not in factories() or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         on_meta = func is torch.empty
         if not on_meta and func not in (torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.asarray):
@@ -95,7 +98,7 @@ def _construct(source: ModelSource, mode: FakeTensorMode) -> tuple[nn.Module, tu
     where = advice.user_frame(first, source.path)
     raise CaptureError(
         f"{where}: build_model() failed: {advice.one_line(first)}. It should run on its own: try "
-        f"`python -c \"import {source.name}; {source.name}.build_model()\"`."
+        f'`python -c "import {source.name}; {source.name}.build_model()"`.'
     ) from first
 
 
@@ -108,7 +111,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def known_values(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Real values of the buffers that have them and are small enough to keep, cast as ``.to(dtype)`` would."""
+    """Real values of the buffers that have them and are small, cast as ``.to(dtype)`` would."""
     values: dict[str, torch.Tensor] = {}
     for name, tensor, is_buffer in named_tensors(model):
         unreal = isinstance(tensor, FakeTensor) or tensor.is_meta
@@ -133,11 +136,13 @@ def fakes_of(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
     return fakes
 
 
-def swap_tensors(model: nn.Module, fakes: Mapping[int, torch.Tensor]) -> list[tuple[dict[str, Any], str, Any]]:
+def swap_tensors(
+    model: nn.Module, fakes: Mapping[int, torch.Tensor]
+) -> list[tuple[dict[str, Any], str, Any]]:
     """Put the fakes in place of the model's tensors (ties stay ties); returns what to put back."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        for table in tensor_tables(module):
             for name, tensor in table.items():
                 if tensor is not None and id(tensor) in fakes:
                     before.append((table, name, tensor))

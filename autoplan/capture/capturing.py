@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture import batch as batching
 from autoplan.capture import build, diagnose, normalise, opaque, settings
 from autoplan.capture.build import DTYPES, FakeModel, build_fake
 from autoplan.capture.forked import Beside
+from autoplan.capture.internals import FakeTensorMode
 from autoplan.capture.program import BatchForm, Capture, ParameterInfo
-from autoplan.capture.source import Inputs, ModelSource, checked_inputs, load_model_source, loss_of
+from autoplan.capture.source import Inputs, ModelSource, checked_inputs, load_model_source
 from autoplan.capture.trace import Traced, trace
 from autoplan.errors import AutoplanError, BadInputError
 
@@ -95,7 +95,9 @@ def own_dtype(model: nn.Module) -> str:
 class _Shot:
     """One way to capture one source: dtype, sizes and opaque names fixed, the batch size free."""
 
-    def __init__(self, source: ModelSource, dtype: str, sizes: dict[str, int], opaque_names: tuple[str, ...]) -> None:
+    def __init__(
+        self, source: ModelSource, dtype: str, sizes: dict[str, int], opaque_names: tuple[str, ...]
+    ) -> None:
         self.source = source
         self.dtype = dtype
         self.sizes = sizes
@@ -116,7 +118,7 @@ class _Shot:
             return self._fixed(capture, f"only batch {batch} can be traced ({larger})")
         smaller = batching.node_forms(capture.graph)
         if batching.same_structure(smaller, larger):
-            return replace(capture, batch_form=batching.batch_form(capture.graph, smaller, larger))
+            return self._growing(capture, batching.batch_form(capture.graph, smaller, larger))
         return self._one_later(fake, capture, larger)
 
     def _one_later(self, fake: FakeModel, first: Capture, larger: list[batching.NodeForm]) -> Capture:
@@ -127,8 +129,15 @@ class _Shot:
             return self._fixed(first, "its graph has another structure at every batch size")
         capture = self.of(fake, self.source.example_inputs(batch, **self.sizes), batch)
         form = batching.batch_form(capture.graph, larger, largest)
-        warning = f"the graph at batch {first.batch} differs from larger ones; the graph of batch {batch} is used"
-        return replace(capture, batch_form=form, warnings=(*capture.warnings, warning))
+        warning = (
+            f"the graph at batch {first.batch} differs from larger ones; the graph of batch {batch} is used"
+        )
+        return replace(self._growing(capture, form), warnings=(*capture.warnings, warning))
+
+    def _growing(self, capture: Capture, form: BatchForm) -> Capture:
+        """The capture with its batch form, and a fingerprint that does not depend on the batch."""
+        mark = fingerprint_of(capture.graph, capture.parameters, self.sizes, self.dtype, form, capture.batch)
+        return replace(capture, batch_form=form, fingerprint=mark)
 
     def _fixed(self, capture: Capture, reason: str) -> Capture:
         warning = f"the batch size is fixed at {capture.batch}: {reason}"
@@ -162,6 +171,7 @@ class _Shot:
                 raise diagnose.capture_error(error, self.source.path, fake.model) from error
         diagnose.refuse_data_dependent(traced.graph, self.source.path)
         trainable = frozenset(name for name, p in fake.model.named_parameters() if p.requires_grad)
+        opaque.mark(traced.graph)
         normalise.normalise(traced.graph, traced.constants, fake.values, trainable)
         return traced
 
@@ -170,7 +180,9 @@ class _Shot:
         traced = self._trace(fake, inputs)
         batch = batch if batch is not None else batch_of(inputs)
         parameters = parameter_infos(traced, fake.model)
-        fingerprint = fingerprint_of(traced.graph, parameters, self.sizes, self.dtype)
+        fingerprint = fingerprint_of(
+            traced.graph, parameters, self.sizes, self.dtype, BatchForm(known=False), batch
+        )
         constants = {k: v for k, v in traced.constants.items() if v.numel() <= CONSTANT_NUMEL_LIMIT}
         return Capture(
             name=self.source.name,
@@ -227,7 +239,7 @@ def batch_of(inputs: Inputs) -> int:
 
 
 def tokens_per_sample(inputs: Inputs, batch: int, sizes: Mapping[str, int]) -> int:
-    """Tokens in one sample: ``sequence`` where it is given, else the first [batch, length] integer input's."""
+    """Tokens in one sample: ``sequence`` if given, else those of the first [batch, length] integer input."""
     if "sequence" in sizes:
         return sizes["sequence"]
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
@@ -242,11 +254,15 @@ def parameter_infos(traced: Traced, model: nn.Module) -> dict[str, ParameterInfo
     names: dict[str, list[str]] = {}
     for name, first in traced.canonical.items():
         names.setdefault(first, []).append(name)
-    tensors = dict((n, (t, b)) for n, t, b in build.named_tensors(model))
+    tensors = {n: (t, b) for n, t, b in build.named_tensors(model)}
     infos: dict[str, ParameterInfo] = {}
     for first, all_names in names.items():
         tensor, is_buffer = tensors[first]
-        used = any(n.meta["source"] == first for n in traced.graph.find_nodes(op="placeholder")) if is_buffer else True
+        used = (
+            any(n.meta["source"] == first for n in traced.graph.find_nodes(op="placeholder"))
+            if is_buffer
+            else True
+        )
         if used:
             infos[first] = ParameterInfo(
                 name=first,
@@ -260,13 +276,24 @@ def parameter_infos(traced: Traced, model: nn.Module) -> dict[str, ParameterInfo
 
 
 def fingerprint_of(
-    graph: fx.Graph, parameters: Mapping[str, ParameterInfo], sizes: Mapping[str, int], dtype: str
+    graph: fx.Graph,
+    parameters: Mapping[str, ParameterInfo],
+    sizes: Mapping[str, int],
+    dtype: str,
+    form: BatchForm,
+    batch: int,
 ) -> str:
-    """sha256 over ops with their non-integer arguments, parameters and sizes; the batch is left out."""
+    """sha256 over ops, arguments, shapes, parameters and sizes; with a known ``form``, at batch 0."""
     digest = hashlib.sha256()
-    for form in batching.node_forms(graph):
-        digest.update(form.skeleton.encode())
+    for node, node_form in zip(graph.nodes, batching.node_forms(graph), strict=True):
+        integers = _at_batch_zero(node_form.integers, form.arguments.get(node.name), batch)
+        dims = _at_batch_zero(node_form.dims, form.shapes.get(node.name), batch)
+        digest.update(f"{node_form.skeleton}{integers}{dims}".encode())
     for info in parameters.values():
         digest.update(f"{info.name}{info.shape}{info.dtype}{info.trainable}{info.tied_names}".encode())
     digest.update(f"{sorted(sizes.items())}{dtype}".encode())
     return digest.hexdigest()
+
+
+def _at_batch_zero(values: tuple[int, ...], growth: tuple[int, ...] | None, batch: int) -> tuple[int, ...]:
+    return tuple(v - g * batch for v, g in zip(values, growth)) if growth else values

@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.batch import flat_arguments, is_integer, output_tensors
+from autoplan.capture.internals import FakeTensor, OpOverload
 
 aten = torch.ops.aten
 # ops that read the shape and dtype of their first argument, never its values
@@ -45,7 +46,7 @@ class Chain:
         return max((t.numel() for n in self.nodes for t in output_tensors(n)), default=0)
 
     def only_size_is(self, length: int) -> bool:
-        """Whether every integer that could be a size is ``length``, so that the chain may be run at another."""
+        """Whether every integer that could be a size is ``length``: the chain may be run at another one."""
         integers = [i for n in self.nodes for i in flat_arguments(n) if is_integer(i)]
         sizes = {d for n in self.nodes for t in output_tensors(n) for d in t.shape}
         large = {abs(i) for i in [*integers, *sizes] if SMALL_INTEGER < abs(i) < UNBOUNDED}
@@ -94,7 +95,7 @@ def chain_of(root: fx.Node, values: Mapping[tuple[str, str], torch.Tensor]) -> C
             continue
         if node.op == "placeholder":
             value = values.get((node.meta["kind"], node.meta["source"]))
-            if value is None or isinstance(value, torch._subclasses.FakeTensor) or value.is_meta:
+            if value is None or isinstance(value, FakeTensor) or value.is_meta:
                 return None
             starts[node] = value
             continue
@@ -109,4 +110,4 @@ def chain_of(root: fx.Node, values: Mapping[tuple[str, str], torch.Tensor]) -> C
 
 def _is_random(node: fx.Node) -> bool:
     target: Any = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 
 class Beside:
     """Runs ``function()`` in a forked child; ``result()`` is what it gave, or None when that failed.
@@ -27,7 +29,9 @@ class Beside:
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_answer, args=(function, sender), daemon=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of forking beside threads; the child uses none
+            warnings.simplefilter(
+                "ignore"
+            )  # Python 3.12 warns of forking beside threads; the child uses none
             self._process.start()
         sender.close()
 
@@ -51,6 +55,7 @@ class Beside:
 def _answer(function: Callable[[], Any], sender: Connection) -> None:
     """The child: send the answer and leave without running anybody's exit code."""
     gc.disable()
+    torch.set_num_threads(1)  # OpenMP's threads are not copied by a fork: a parallel loop would wait for them
     try:
         sender.send(function())
         sender.close()

@@ -1,21 +1,25 @@
 """An exported graph comes in; the same graph without in-place ops, and with simple ops only, goes out.
 
-    y = x[:, 1:]; y.mul_(2); f(x)   -->   y = slice(x, 1, 1); y1 = mul(y, 2); x1 = slice_scatter(x, y1, 1, 1); f(x1)
+    y = x[:, 1:]              y = slice(x, 1, 1)
+    y.mul_(2)        -->      y1 = mul(y, 2); x1 = slice_scatter(x, y1, 1, 1)
+    f(x)                      f(x1)
 
-Linear, attention and cross-entropy stay whole. It does what ``ExportedProgram.run_decompositions({})`` does, node
-by node instead of by tracing again (half the time of a capture), and decides "is it contiguous" and
-"is it a view" in a way that is the same at batch 1 and at larger batches.
+Linear, attention and cross-entropy stay whole. It does what ``ExportedProgram.run_decompositions({})``
+does, node by node instead of by tracing again (half the time of a capture), and decides "is it contiguous"
+and "is it a view" in a way that is the same at batch 1 and at larger batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from autoplan.capture.batch import output_tensors
+from autoplan.capture.internals import OpOverload, is_composite
 from autoplan.capture.lowering import LOWERED, lower
 from autoplan.capture.values import alias_argument, is_getitem, run_on_fakes, written_arguments
 
@@ -60,7 +64,7 @@ class Functionaliser:
                 new.meta = dict(node.meta)
                 self._own(node, new)
             elif node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], self.read))
+                self.graph.output(map_arg(node.args[0], self.read))
             elif node.op != "call_function" or not _is_plain(node):
                 raise NotFunctional(f"{node.op} {node.target}")
             elif str(node.target) not in CHECKS:
@@ -109,7 +113,7 @@ class Functionaliser:
 
     def _emit_like(self, node: fx.Node) -> fx.Node:
         """The node again on current values: lowered to simple ops where it is a compound of views."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.read)  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]: map_arg keeps the tuple
+        args, kwargs = map_arg((node.args, node.kwargs), self.read)
         if node.target in LOWERED or _is_compound_view(node):
             return lower(node, args, kwargs, self._emit)
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
@@ -128,7 +132,7 @@ class Functionaliser:
         if len(written) != 1 or len(output_tensors(node)) != 1:
             raise NotFunctional(str(node.target))
         target = written[0]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.read)  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]: as above
+        args, kwargs = map_arg((node.args, node.kwargs), self.read)
         value = self._functional_value(node, target, args, kwargs)
         before = self.env[target].meta["val"]
         if value.meta["val"].dtype != before.dtype:
@@ -178,7 +182,7 @@ class Functionaliser:
         raise NotFunctional(f"write through {target}")
 
 
-def functional(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Any, dict[str, torch.Tensor]]:
+def functional(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Any, Mapping[str, Any]]:
     """(graph, signature, constants) in functional form; gradients stay bit-equal."""
     try:
         graph = Functionaliser(exported.graph).run()
@@ -190,7 +194,7 @@ def functional(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Any, d
 
 
 def _is_plain(node: fx.Node) -> bool:
-    return is_getitem(node) or isinstance(node.target, torch._ops.OpOverload)
+    return is_getitem(node) or isinstance(node.target, OpOverload)
 
 
 def _shares_storage(node: fx.Node, new: fx.Node, source: fx.Node) -> bool:
@@ -210,7 +214,7 @@ def _is_compound_view(node: fx.Node) -> bool:
     op: Any = node.target
     if is_getitem(node) or alias_argument(node) is None:
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    return is_composite(op)
 
 
 def _short_name(target: Any) -> str:

@@ -1,4 +1,4 @@
-"""A Hugging Face ``config.json`` comes in; a :class:`ModelSource` of that architecture, without weights, goes out."""
+"""A Hugging Face ``config.json`` comes in; a :class:`ModelSource` of that architecture goes out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def config_source(path: Path) -> ModelSource:
         import transformers
     except ImportError as error:
         raise BadInputError(
-            f"{path}: a Hugging Face config needs the transformers package: pip install 'autoplan-fx[transformers]'."
+            f"{path}: a Hugging Face config needs the transformers package: "
+            "pip install 'autoplan-fx[transformers]'."
         ) from error
     cls = _architecture(settings, path, transformers)
     labels = next((kind for end, kind in LABELS if cls.__name__.endswith(end)), None)
@@ -79,11 +80,15 @@ def _read(path: Path) -> dict[str, Any]:
 def _architecture(settings: dict[str, Any], path: Path, transformers: Any) -> Any:
     names = settings.get("architectures") or []
     if not names:
-        raise BadInputError(f'{path}: `architectures` is missing: add e.g. "architectures": ["LlamaForCausalLM"].')
+        raise BadInputError(
+            f'{path}: `architectures` is missing: add e.g. "architectures": ["LlamaForCausalLM"].'
+        )
     cls = getattr(transformers, names[0], None)
     if cls is None:
         known = [name for name in dir(transformers) if any(name.endswith(end) for end, _ in LABELS)]
-        raise BadInputError(f"{path}: " + unknown_name_message(names[0], known, "architecture", "transformers"))
+        raise BadInputError(
+            f"{path}: " + unknown_name_message(names[0], known, "architecture", "transformers")
+        )
     return cls
 
 
@@ -141,7 +146,9 @@ def _main_input(config: Any, main_input: str, batch: int, sequence: int, path: P
     if main_input in ("input_features", "input_values"):
         return {main_input: _sound(config, main_input, batch)}
     limit = int(text.vocab_size)
-    special = [getattr(config, name, None) for name in ("image_token_id", "image_token_index", "pad_token_id")]
+    special = [
+        getattr(config, name, None) for name in ("image_token_id", "image_token_index", "pad_token_id")
+    ]
     tokens = torch.randint(limit, (batch, sequence))
     for token in special:
         if isinstance(token, int) and 0 <= token < limit:
@@ -151,7 +158,9 @@ def _main_input(config: Any, main_input: str, batch: int, sequence: int, path: P
     if vision is not None and image_token is not None:
         count = int(getattr(config, "image_seq_length", 0) or _patches(vision))
         if count >= sequence:
-            raise BadInputError(f"{path}: one image takes {count} tokens: --sequence must be larger than that.")
+            raise BadInputError(
+                f"{path}: one image takes {count} tokens: --sequence must be larger than that."
+            )
         tokens[:, :count] = image_token
         inputs["pixel_values"] = _images(vision, batch)
     return inputs

@@ -1,4 +1,4 @@
-"""A compound view op (reshape, contiguous, to, chunk, ...) comes in; simple ops of the same meaning go out."""
+"""A compound view op (reshape, contiguous, to, chunk, ...) comes in; simple ops of equal meaning go out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+
+from autoplan.capture.internals import FakeTensor
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
@@ -144,7 +146,7 @@ def _splice(graph: fx.Graph, inputs: Sequence[fx.Node], emit: Emit) -> fx.Node:
         elif node.op == "output":
             result = node.args[0]
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]: map_arg keeps the tuple
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = emit(node.target, *args, **kwargs)
     if isinstance(result, fx.Node):
         return env[result]

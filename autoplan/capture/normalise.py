@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autoplan.capture.evaluate import Chain, chain_of
+from autoplan.capture.values import is_getitem
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -33,11 +34,13 @@ def normalise(
 ) -> None:
     """Rewrite ``graph`` in place.
 
-    ``constants`` and ``buffers`` are the real values known, by name; ``trainable`` the names of the parameters
+    ``constants`` and ``buffers`` are the real values known, by name; ``trainable`` names the parameters
     that get gradients.
     """
     drop_identities(graph, trainable)
-    values = {("constant", k): v for k, v in constants.items()} | {("buffer", k): v for k, v in buffers.items()}
+    values = {("constant", k): v for k, v in constants.items()} | {
+        ("buffer", k): v for k, v in buffers.items()
+    }
     masks: dict[fx.Node, str] = {}
     for node in graph.find_nodes(op="call_function", target=SDPA):
         mask = mask_of(node)
@@ -62,11 +65,29 @@ def drop_identities(graph: fx.Graph, trainable: frozenset[str]) -> None:
             differentiable.add(node)
         if node.op != "call_function":
             continue
+        if is_getitem(node) and node.all_input_nodes[0].target is aten.broadcast_tensors.default:
+            node = _as_expand(graph, node)
         if _is_identity(node, differentiable):
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
-        elif node.target is not aten.detach.default and any(n in differentiable for n in node.all_input_nodes):
+        elif node.target is not aten.detach.default and any(
+            n in differentiable for n in node.all_input_nodes
+        ):
             differentiable.add(node)
+
+
+def _as_expand(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """``broadcast_tensors([a, b])[1]`` --> ``expand(b, shape)``, or a view to be dropped if that is its shape."""
+    given: Any = node.all_input_nodes[0].args[0]
+    source: fx.Node = given[node.args[1]]
+    shape = list(node.meta["val"].shape)
+    target = aten.view.default if list(source.meta["val"].shape) == shape else aten.expand.default
+    with graph.inserting_before(node):
+        new = graph.create_node("call_function", target, (source, shape))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return new
 
 
 def _is_identity(node: fx.Node, differentiable: set[fx.Node]) -> bool:
@@ -83,7 +104,7 @@ def _is_identity(node: fx.Node, differentiable: set[fx.Node]) -> bool:
     same = before.shape == after.shape and before.dtype == after.dtype and before.stride() == after.stride()
     if node.target in IDENTITY_BY_SHAPE:
         return same
-    return same and node.target is aten.mul.Tensor and node.args[1] == 1.0
+    return same and node.target is aten.mul.Tensor and bool(node.args[1] == 1.0)
 
 
 def mask_of(node: fx.Node) -> fx.Node | None:

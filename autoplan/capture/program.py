@@ -30,12 +30,16 @@ class BatchForm:
     """How the graph changes with the batch size: everything is linear in it.
 
     ``arguments[node]`` holds, for each integer of the node's flattened (args, kwargs), the increase per
-    extra sample; ``shapes[node]`` the increase of each dim of each output tensor (flattened).
+    extra sample; ``shapes[node]`` the increase of each dim of each output tensor (flattened);
+    ``strides[node]`` each dim's stride at ``Capture.batch + 1`` and its increase beyond.
     Nodes that do not change are absent. Empty when only ``Capture.batch`` itself can be used.
     """
 
     arguments: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    strides: Mapping[str, tuple[tuple[int, int], ...]] = field(
+        default_factory=dict[str, tuple[tuple[int, int], ...]]
+    )
     known: bool = True
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -61,7 +64,18 @@ def _supports(module: nn.Module, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def offline() -> Generator[None]:
+    """Libraries that download weights fail at once instead of asking the network."""
+    constants = sys.modules.get("huggingface_hub.constants")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}))
+        if constants is not None:
+            stack.enter_context(mock.patch.object(constants, "HF_HUB_OFFLINE", True))
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
     """No log lines and no Python warnings from libraries while a model is built and traced."""
     levels = {name: logging.getLogger(name).level for name in NOISY_LOGGERS}
     for name in levels:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autoplan.capture import advice
-from autoplan.capture.settings import set_for_training
+from autoplan.capture.settings import offline, set_for_training
 from autoplan.errors import AutoplanError, BadInputError
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -46,7 +46,8 @@ class ModelSource:
     def construct_checked(self) -> nn.Module:
         """What ``build_model()`` returns, under whatever torch modes are active."""
         try:
-            model = self.construct()
+            with offline():
+                model = self.construct()
         except AutoplanError:
             raise
         except (Exception, SystemExit) as error:
@@ -109,8 +110,9 @@ def loss_of(outputs: Any) -> Any:
         return outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
         return outputs["loss"]
-    if getattr(outputs, "loss", None) is not None:
-        return outputs.loss
+    loss = getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss
     if isinstance(outputs, tuple | list) and outputs:
         return outputs[0]
     return outputs
@@ -151,7 +153,9 @@ def load_model_source(path: Path | str) -> ModelSource:
 
         return config_source(path)
     if path.suffix != ".py":
-        raise BadInputError(f"{path}: a model is a .py file or a Hugging Face config.json, not `{path.suffix}`.")
+        raise BadInputError(
+            f"{path}: a model is a .py file or a Hugging Face config.json, not `{path.suffix}`."
+        )
     return _python_source(path)
 
 
@@ -180,7 +184,9 @@ def _size_names(function: Callable[..., Any], path: Path) -> tuple[tuple[str, ..
     """The size keywords of ``example_inputs`` (None: any) and those without a default."""
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
-        raise BadInputError(f"{path}: example_inputs() should take the batch size: `def example_inputs(batch_size):`.")
+        raise BadInputError(
+            f"{path}: example_inputs() should take the batch size: `def example_inputs(batch_size):`."
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None, ()
     sizes = [p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

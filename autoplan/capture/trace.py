@@ -6,6 +6,8 @@ keep only what the loss needs.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,9 @@ PREFIX = "model"
 class Program(nn.Module):
     """Forward and loss as one module; its inputs are the tensors among the example inputs, in order."""
 
-    def __init__(self, model: nn.Module, run: Callable[[nn.Module, Inputs], torch.Tensor], inputs: Inputs) -> None:
+    def __init__(
+        self, model: nn.Module, run: Callable[[nn.Module, Inputs], torch.Tensor], inputs: Inputs
+    ) -> None:
         super().__init__()
         self.model = model
         self._run = run
@@ -36,15 +40,21 @@ class Program(nn.Module):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensor inputs, each an object of its own (the exporter merges inputs that are one object)."""
-        return tuple(leaf.detach().clone() for leaf in self._leaves if isinstance(leaf, torch.Tensor))
+        return tuple(_own_copy(leaf) for leaf in self._leaves if isinstance(leaf, torch.Tensor))
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         queue = list(tensors)
         leaves = [queue.pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         with watched() as mode, mode:
             loss = self._run(self.model, pytree.tree_unflatten(leaves, self._spec))
-        self.checkpoints = mode.checkpoints
+        self.checkpoints.update(mode.checkpoints)
         return loss
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides: where an input is not contiguous, a flattening of it must copy."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return copy.copy_(tensor.detach())
 
 
 @dataclass
@@ -68,7 +78,7 @@ def input_names(inputs: Inputs) -> tuple[str, ...]:
 def trace(fake: FakeModel, run: Callable[[nn.Module, Inputs], torch.Tensor], inputs: Inputs) -> Traced:
     """Export ``run(model, inputs)``; the errors of the exporter come out as they are."""
     program = Program(fake.model, run, inputs)
-    with fake.mode:
+    with fake.mode, contextlib.redirect_stderr(io.StringIO()):  # the exporter prints the graph when it fails
         exported = torch.export.export(program, program.tensors(), strict=False)
         graph, signature, constants = functional(exported)
     names = input_names(inputs)
@@ -76,7 +86,9 @@ def trace(fake: FakeModel, run: Callable[[nn.Module, Inputs], torch.Tensor], inp
     traced = Traced(fx.Graph(), {}, names, canonical, tuple(sorted(program.checkpoints)))
     outputs = signature.output_specs
     traced.mutated = tuple(
-        str(spec.target).removeprefix(PREFIX + ".") for spec in outputs if spec.kind is OutputKind.BUFFER_MUTATION
+        str(spec.target).removeprefix(PREFIX + ".")
+        for spec in outputs
+        if spec.kind is OutputKind.BUFFER_MUTATION
     )
     _copy_needed(graph, signature, constants, traced)
     return traced
@@ -109,14 +121,15 @@ def _copy_needed(
             env[node] = made[kind, origin]
     for node in source.nodes:
         if node.op == "call_function" and node in needed:
-            env[node] = traced.graph.node_copy(node, lambda n: env[n])
+            env[node] = traced.graph.node_copy(node, env.__getitem__)
             env[node].meta = _clean_meta(node)
     traced.graph.output(env[loss])
 
 
 def _loss_node(graph: fx.Graph, signature: ExportGraphSignature) -> fx.Node:
     index = next(i for i, spec in enumerate(signature.output_specs) if spec.kind is OutputKind.USER_OUTPUT)
-    return graph.output_node().args[0][index]  # pyright: ignore[reportIndexIssue]: args[0] is the output tuple
+    outputs: Any = graph.output_node().args[0]
+    return outputs[index]
 
 
 def ancestors(roots: Sequence[fx.Node]) -> set[fx.Node]:
@@ -144,7 +157,9 @@ def _origin(node: fx.Node, spec: Any, feeds: Mapping[fx.Node, str], traced: Trac
 
 def _placeholder(graph: fx.Graph, node: fx.Node, kind: str, origin: str) -> fx.Node:
     letter = {"parameter": "p_", "buffer": "b_", "constant": "c_", "input": ""}[kind]
-    new = graph.placeholder(letter + re.sub(r"\W", "_", origin if kind != "input" or origin[0].isalpha() else f"x_{origin}"))
+    new = graph.placeholder(
+        letter + re.sub(r"\W", "_", origin if kind != "input" or origin[0].isalpha() else f"x_{origin}")
+    )
     new.meta = {"val": node.meta["val"], "kind": kind, "source": origin}
     return new
 

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Generator
 from typing import Any
 from unittest import mock
 
@@ -18,23 +18,91 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoplan.capture import advice
+from autoplan.capture.internals import PLAIN_APPLY, disable_torch_function, plain_checkpoint, set_grad_enabled
 from autoplan.capture.lowering import row_major
 from autoplan.errors import CaptureError
 
 # Which functions autocast runs in low precision and which in fp32:
 # https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to ..." (2.13)
 LOW_PRECISION = frozenset(
-    "__matmul__ __rmatmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d "
-    "conv_transpose1d conv_transpose2d conv_transpose3d einsum linear matmul mm multi_dot mv prelu "
-    "scaled_dot_product_attention".split()
+    [
+        "__matmul__",
+        "__rmatmul__",
+        "addbmm",
+        "addmm",
+        "addmv",
+        "addr",
+        "baddbmm",
+        "bmm",
+        "chain_matmul",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "einsum",
+        "linear",
+        "matmul",
+        "mm",
+        "multi_dot",
+        "mv",
+        "prelu",
+        "scaled_dot_product_attention",
+    ]
 )
 FULL_PRECISION = frozenset(
-    "__pow__ __rpow__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist "
-    "cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm "
-    "hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2 margin_ranking_loss "
-    "mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow "
-    "prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum renorm tan "
-    "triplet_margin_loss".split()
+    [
+        "__pow__",
+        "__rpow__",
+        "acos",
+        "asin",
+        "binary_cross_entropy_with_logits",
+        "cosh",
+        "cosine_embedding_loss",
+        "cdist",
+        "cosine_similarity",
+        "cross_entropy",
+        "cumprod",
+        "cumsum",
+        "dist",
+        "erfinv",
+        "exp",
+        "expm1",
+        "group_norm",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "layer_norm",
+        "log",
+        "log10",
+        "log_softmax",
+        "log1p",
+        "log2",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multilabel_margin_loss",
+        "multi_margin_loss",
+        "nll_loss",
+        "norm",
+        "normalize",
+        "pdist",
+        "poisson_nll_loss",
+        "pow",
+        "prod",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "softmax",
+        "softmin",
+        "softplus",
+        "sum",
+        "renorm",
+        "tan",
+        "triplet_margin_loss",
+    ]
 )
 
 
@@ -48,13 +116,17 @@ class TracingMode(TorchFunctionMode):
         self.checkpoints: set[str] = set()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch._C._set_grad_enabled:
+        if func is set_grad_enabled:
             self.without_grad = not args[0]
-            with torch._C.DisableTorchFunction():
-                return torch._C._set_grad_enabled(args[0])
+            with disable_torch_function():
+                return set_grad_enabled(args[0])
         if func is torch.Tensor.contiguous and len(args) == 1 and not kwargs and not row_major(args[0]):
             # contiguous() itself leaves no trace where a batch of one makes the strides contiguous
             func, kwargs = torch.Tensor.clone, {"memory_format": torch.contiguous_format}
@@ -87,7 +159,7 @@ def _detached(result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[TracingMode]:
+def watched() -> Generator[TracingMode]:
     """The mode together with the patches that route autocast, checkpoint and custom functions to it."""
     mode = TracingMode()
     with contextlib.ExitStack() as stack:
@@ -97,8 +169,16 @@ def watched() -> Iterator[TracingMode]:
 
 
 def _patches(mode: TracingMode) -> tuple[tuple[Any, str, Any], ...]:
-    plain_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     autocast, inference = torch.amp.autocast_mode.autocast, torch.autograd.grad_mode.inference_mode
+    plain_init = autocast.__init__
+
+    def make_autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
+    ) -> None:
+        plain_init(self, device_type, dtype, enabled, **kwargs)
+        # torch itself switches cuda autocast off on a machine without cuda
+        self.fast_dtype = dtype or self.fast_dtype
+        self._enabled = enabled
 
     def enter_autocast(self: Any) -> Any:
         mode.autocast.append(self.fast_dtype if self._enabled else None)
@@ -108,7 +188,7 @@ def _patches(mode: TracingMode) -> tuple[tuple[Any, str, Any], ...]:
         mode.autocast.pop()
 
     def note_checkpoint() -> None:
-        mode.checkpoints.add(advice.caller_of(sys._getframe(2)))
+        mode.checkpoints.add(advice.caller_of(inspect.currentframe()))
 
     def checkpoint_generator(*args: Any, **kwargs: Any) -> Any:
         note_checkpoint()
@@ -119,15 +199,14 @@ def _patches(mode: TracingMode) -> tuple[tuple[Any, str, Any], ...]:
             note_checkpoint()
             return args[0](*args[2:])
         if cls.__module__.startswith("torch."):
-            return plain_apply.__func__(cls, *args, **kwargs)
-        where = advice.caller_of(sys._getframe(1))
+            return PLAIN_APPLY.__func__(cls, *args, **kwargs)
+        where = advice.caller_of(inspect.currentframe())
         raise CaptureError(
-            f"{where}: {cls.__name__} is a custom autograd.Function, whose backward a traced graph cannot keep. "
-            "Use the torch ops it stands for, or register it with torch.library.custom_op and register_autograd, "
-            "or keep the sub-module that calls it whole: --opaque NAME."
+            f"{where}: {cls.__name__} is a custom autograd.Function, whose backward a traced graph cannot "
+            "keep. Use the torch ops it stands for, or register it with torch.library.custom_op and "
+            "register_autograd, or keep the sub-module that calls it whole: --opaque NAME."
         )
 
-    plain_apply = torch.autograd.Function.__dict__["apply"]
     outer: list[bool] = []
 
     def enter_inference(self: Any) -> None:
@@ -138,6 +217,7 @@ def _patches(mode: TracingMode) -> tuple[tuple[Any, str, Any], ...]:
         mode.without_grad = outer.pop()
 
     return (
+        (autocast, "__init__", make_autocast),
         (autocast, "__enter__", enter_autocast),
         (autocast, "__exit__", exit_autocast),
         (inference, "__enter__", enter_inference),

@@ -23,7 +23,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; each command lives in its own module of this package."""
-    parser = _Parser(prog="autoplan", description="Plan, prove, draw and run the parallel training of a PyTorch model.")
+    what = "Plan, prove, draw and run the parallel training of a PyTorch model."
+    parser = _Parser(prog="autoplan", description=what)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name in COMMANDS:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 HEADINGS = ("layout", "recompute", "ranks", "loss", "worst gradient", "norm", "bits", "result")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
     parser = subparsers.add_parser(
         "check", help="prove on CPU ranks that a plan trains as one process would", description=__doc__
     )
@@ -29,7 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="most ranks to start (8)")
     parser.add_argument("--hw", help="profile whose plans --matrix checks (the plan's own)")
     parser.add_argument("--sequence", type=int, metavar="N", help="passed to example_inputs by --matrix")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a check may take (120)")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds a check may take (120)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -74,7 +76,10 @@ def _matrix(args: argparse.Namespace) -> list[CheckResult]:
 
     plan = Plan.load(args.plan) if Path(args.plan).suffix in (".yaml", ".yml") else None
     model = args.model or (plan.model.source if plan else args.plan)
-    sizes = {**(plan.workload.sizes if plan else {}), **({"sequence": args.sequence} if args.sequence else {})}
+    sizes = {
+        **(plan.workload.sizes if plan else {}),
+        **({"sequence": args.sequence} if args.sequence else {}),
+    }
     make_plan = searched_plans(
         model,
         dtype=args.dtype,
@@ -82,7 +87,9 @@ def _matrix(args: argparse.Namespace) -> list[CheckResult]:
         sizes=sizes,
         opaque=plan.workload.opaque if plan else (),
     )
-    return list(check_matrix(model, make_plan, dtype=args.dtype, devices=args.devices, timeout_s=args.timeout))
+    return list(
+        check_matrix(model, make_plan, dtype=args.dtype, devices=args.devices, timeout_s=args.timeout)
+    )
 
 
 def _json(results: list[CheckResult], matrix: bool) -> dict[str, Any]:
@@ -123,8 +130,9 @@ def _row(result: CheckResult) -> tuple[str, ...]:
 def _failure(result: CheckResult) -> str:
     worst = result.worst_gradient
     return (
-        f"parity failed for {result.layout}, recompute {result.recompute}: expected loss, gradients and norm within "
-        f"{result.tolerance:g} of one process, got loss {result.loss_difference:.1e}, worst gradient {worst.name or '-'} "
-        f"{worst.relative_difference:.1e}, norm {result.grad_norm_difference:.1e}"
+        f"parity failed for {result.layout}, recompute {result.recompute}: expected loss, gradients and norm "
+        f"within {result.tolerance:g} of one process, got loss {result.loss_difference:.1e}, "
+        f"worst gradient {worst.name or '-'} {worst.relative_difference:.1e}, "
+        f"norm {result.grad_norm_difference:.1e}"
         f"{', bits that differ' if result.bitwise is False else ''}."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,10 +29,9 @@ class Launch:
         words = ["torchrun", *hosts, f"--nproc-per-node {self.per_node}", shlex.quote(script)]
         return " ".join((*settings, *words, *map(shlex.quote, arguments)))
 
-    def command(self, script: str, arguments: Sequence[str] = ()) -> list[str]:
-        """The command that starts all ranks on this host."""
-        options = ["--standalone", "--nproc-per-node", str(self.devices)]
-        return [sys.executable, "-m", "torch.distributed.run", *options, script, *arguments]
+    def options(self, script: str, arguments: Sequence[str] = ()) -> list[str]:
+        """What torchrun is given to start all ranks on this host."""
+        return ["--standalone", "--nproc-per-node", str(self.devices), script, *arguments]
 
 
 def launch_of(plan: Plan, profile: HardwareProfile) -> Launch:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import subprocess
+import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,16 +57,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(launch: Launch, path: Path, args: argparse.Namespace) -> int:
-    """Run under torchrun; the script finds the modules beside the user's own file."""
-    beside = str(args.script.parent.resolve())
-    environment = {**launch.environment, **os.environ}  # what the user has set stays
-    paths = [beside, environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if "CUDA_VISIBLE_DEVICES" in launch.environment:
-        environment["CUDA_VISIBLE_DEVICES"] = launch.environment["CUDA_VISIBLE_DEVICES"]
-    stdout = subprocess.DEVNULL if args.json else None
-    command = launch.command(str(path), args.arguments)
-    return subprocess.run(command, env=environment, stdout=stdout, check=False).returncode
+    """Run under torchrun's own launcher; the script finds the modules beside the user's file."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    beside = [str(args.script.parent.resolve()), os.environ.get("PYTHONPATH", "")]
+    os.environ.update({name: os.environ.get(name, value) for name, value in launch.environment.items()})
+    os.environ.update({name: "" for name, value in launch.environment.items() if not value})
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, beside))
+    options = torchrun.parse_args(launch.options(str(path), args.arguments))
+    try:
+        with _output_to_stderr() if args.json else contextlib.nullcontext():
+            torchrun.run(options)
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        print(f"autoplan: rank {rank} ended with exit code {first.exitcode}.", file=sys.stderr)
+        return first.exitcode if first.exitcode > 0 else 1
+    return 0
+
+
+@contextlib.contextmanager
+def _output_to_stderr() -> Generator[None]:
+    """What the ranks print goes to standard error, so that standard output holds one JSON object."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _writable(folder: Path) -> Path | None:

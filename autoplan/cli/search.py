@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from autoplan.errors import BadInputError
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "search", help="find the best plan for a model on a cluster", description=__doc__
     )
@@ -28,8 +29,10 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), help="the model's dtype")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default=None, help="the optimizer (adamw)")
     parser.add_argument("--sequence", type=positive, help="passed to example_inputs as sequence=N")
-    parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="another size to pass")
-    parser.add_argument("--pin", action="append", default=[], metavar="KEY=VALUE", help="fix part of the plan")
+    parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="another size")
+    parser.add_argument(
+        "--pin", action="append", default=[], metavar="KEY=VALUE", help="fix part of the plan"
+    )
     parser.add_argument("--opaque", action="append", default=[], metavar="NAME", help="sub-module kept whole")
 
 
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     output = Path(args.output)
     if not output.resolve().parent.is_dir():
-        raise BadInputError(f"--output {args.output}: the folder {output.parent} does not exist; make it first.")
+        raise BadInputError(f"--output {args.output}: the folder {output.parent} does not exist; make it.")
     with progress(quiet=args.json) as say:
         plan = search_plan(
             args.model,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from html import escape
 
 from autoplan.plan import Layout, Part, Plan, Stage, StagePrediction
-from autoplan.plan_table import forecast, heading, part_line
+from autoplan.plan_table import estimate_mark, forecast, heading, part_line
 from autoplan.region_runs import RegionRun, fold_regions
 from autoplan.report.palette import RECOMPUTE_FILL, StageColours, stage_colours
-from autoplan.units import bytes_text, gib_text, seconds_text
+from autoplan.units import bytes_text, seconds_text, share_text
 
 _FONT = 'fontname="Arial"'
 _GREY, _BLACK = "#666666", "#1A1A1A"
@@ -33,18 +33,19 @@ def plan_dot(plan: Plan) -> str:
     """DOT text of the whole plan; every name in it is escaped."""
     lines = [_HEADER, f"  label=<{_title(plan)}>"]
     for p, part in enumerate(plan.parts):
-        lines += _part(p, part, plan.layouts)
+        lines += _part(p, part, plan)
     return "\n".join([*lines, "}", ""])
 
 
-def _part(p: int, part: Part, layouts: Mapping[str, Layout]) -> Iterator[str]:
+def _part(p: int, part: Part, plan: Plan) -> Iterator[str]:
     """Stages as boxes side by side, in order and level, then the edges between them."""
-    stages = [_Box(f"p{p}_s{s}", s, stage, part, layouts) for s, stage in enumerate(part.stages)]
+    mark = estimate_mark(plan)
+    stages = [_Box(f"p{p}_s{s}", s, stage, part, plan.layouts, mark) for s, stage in enumerate(part.stages)]
     for stage in stages:
         yield from stage.lines()
     for before, after in itertools.pairwise(stages):
         line = stage_colours(before.number).line
-        ends = f"{before.leaves}:e -> {after.nodes[0]}:w"
+        ends = f"{before.leaves} -> {after.nodes[0]}"
         yield f'  {ends} [constraint=false, color="{line}", penwidth=1.8, arrowsize=0.9]'
     top = f"p{p}_top"  # invisible: keeps the boxes level and in order
     yield f"  {top} [style=invis, shape=point, height=0, ordering=out]"
@@ -60,6 +61,7 @@ class _Box:
     stage: Stage
     part: Part
     layouts: Mapping[str, Layout]
+    mark: str
 
     @property
     def runs(self) -> tuple[RegionRun, ...]:
@@ -82,7 +84,7 @@ class _Box:
         yield f"  subgraph cluster_{self.name} {{"
         yield f'    style="rounded,filled"; fillcolor="{colours.box}"; color="{colours.line}"'
         yield '    margin=14; label=""'
-        yield f"    {self.head} [label=<{_stage_label(self.number, told, self.part, colours)}>, {_PLAIN}]"
+        yield f"    {self.head} [label=<{_stage_label(self, colours)}>, {_PLAIN}]"
         yield f"    {self.head} -> {self.nodes[0]} [style=invis, weight=20]"
         for node, run in zip(self.nodes, self.runs):
             label = _region_label(run, self.layouts.get(run.layout))
@@ -133,19 +135,22 @@ def _legend(plan: Plan) -> Iterator[str]:
     recomputes = {r.recompute for part in plan.parts for s in part.stages for r in s.regions}
     if recomputes - {"none"}:
         yield "recompute: full keeps a region's inputs alone, selective keeps what matrix products made"
-    if plan.prediction is not None and plan.prediction.estimated_inputs:
+    if estimate_mark(plan):
         yield f"~ rests on numbers that {plan.hardware}'s profile marks as estimated"
     for names in plan.model.tied_parameters:
         yield f"one parameter under several names: {' = '.join(names)}"
 
 
-def _stage_label(s: int, told: StagePrediction | None, part: Part, colours: StageColours) -> str:
-    ranks = part.mesh.dp * part.mesh.tp
+def _stage_label(box: _Box, colours: StageColours) -> str:
+    s, mark, told = box.number, box.mark, box.stage.prediction
+    ranks = box.part.mesh.dp * box.part.mesh.tp
     span = f"rank {s * ranks}" if ranks == 1 else f"ranks {s * ranks}-{(s + 1) * ranks - 1}"
     rows = [f'<FONT POINT-SIZE="13" COLOR="{colours.line}"><B>stage {s}</B></FONT> {_small(span, _GREY)}']
     if told is not None:
-        times = f"forward {seconds_text(told.forward_s)}, backward {seconds_text(told.backward_s)}"
-        again = f" + {seconds_text(told.recompute_s)} recompute" if told.recompute_s else ""
+        times = (
+            f"forward {mark}{seconds_text(told.forward_s)}, backward {mark}{seconds_text(told.backward_s)}"
+        )
+        again = f" + {mark}{seconds_text(told.recompute_s)} recompute" if told.recompute_s else ""
         rows += [_small(times + again), _memory(told, colours)]
     return _table(rows)
 
@@ -160,7 +165,7 @@ def _memory(told: StagePrediction, colours: StageColours) -> str:
         for points, fill in cells
         if points
     )
-    used = f"{gib_text(told.memory_peak_bytes)} of {gib_text(told.memory_limit_bytes)} GiB ({share:.0%})"
+    used = f"{share_text(told.memory_peak_bytes, told.memory_limit_bytes)} ({share:.0%})"
     return (
         '<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="0"><TR>'
         f'<TD><TABLE BORDER="1" COLOR="{colours.line}" CELLBORDER="0" CELLSPACING="0" CELLPADDING="0">'

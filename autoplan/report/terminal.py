@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.plan import Part, Plan, Stage, StagePrediction
-from autoplan.plan_table import heading
+from autoplan.plan_table import estimate_mark, heading
 from autoplan.region_runs import fold_regions
 from autoplan.report.palette import RECOMPUTE_STYLE, STAGE_STYLES
 from autoplan.report.summary import fullest_stage
-from autoplan.units import bytes_text, count_text, gib_text, seconds_text
+from autoplan.units import bytes_text, count_text, seconds_text, share_text
 
 _FILE_WIDTH = 110
 _BAR = 12
@@ -40,7 +40,7 @@ def print_plan(plan: Plan, file: IO[str] | None = None, width: int | None = None
 
 def report(plan: Plan, width: int, *, unicode: bool = True) -> RenderableType:
     """The report as one renderable; ``unicode=False`` keeps to ASCII."""
-    look = _Look(width, unicode, "~" if plan.prediction and plan.prediction.estimated_inputs else "")
+    look = _Look(width, unicode, estimate_mark(plan))
     blocks: list[RenderableType] = [_head(plan, look)]
     for part in plan.parts:
         blocks += [_part_head(part, plan), _stages(part, look)]
@@ -61,6 +61,10 @@ class _Look:
         full = round(min(max(share, 0.0), 1.0) * cells)
         done, left = ("█", "░") if self.unicode else ("#", ".")
         return done * full + left * (cells - full)
+
+    def time(self, duration_s: float) -> str:
+        """A predicted time, marked where it rests on an estimate."""
+        return f"{self.mark}{seconds_text(duration_s)}" if duration_s else ""
 
     @property
     def box(self) -> box.Box:
@@ -113,14 +117,13 @@ class _Column:
 
 
 _COLUMNS = (
-    _Column("forward", 60, lambda told, look: look.mark + seconds_text(told.forward_s)),
-    _Column("backward", 70, lambda told, look: look.mark + seconds_text(told.backward_s)),
-    _Column("recompute", 100, lambda told, look: look.mark + seconds_text(told.recompute_s)),
-    _Column("in flight", 120, lambda told, look: str(told.in_flight)),
-    _Column("sends", 100, lambda told, look: bytes_text(told.sends_bytes) if told.sends_bytes else ""),
-    _Column("GiB", 0, lambda told, look: gib_text(told.memory_peak_bytes)),
-    _Column("of", 60, lambda told, look: gib_text(told.memory_limit_bytes)),
-    _Column("memory", 90, lambda told, look: look.bar(told.memory_peak_bytes / told.memory_limit_bytes)),
+    _Column("forward", 60, lambda told, look: look.time(told.forward_s)),
+    _Column("backward", 70, lambda told, look: look.time(told.backward_s)),
+    _Column("recompute", 100, lambda told, look: look.time(told.recompute_s)),
+    _Column("in flight", 130, lambda told, look: str(told.in_flight)),
+    _Column("sends", 120, lambda told, look: bytes_text(told.sends_bytes) if told.sends_bytes else ""),
+    _Column("memory", 0, lambda told, look: share_text(told.memory_peak_bytes, told.memory_limit_bytes)),
+    _Column("used", 90, lambda told, look: look.bar(told.memory_peak_bytes / told.memory_limit_bytes)),
 )
 
 
@@ -160,29 +163,33 @@ def _peak(plan: Plan, look: _Look) -> Iterator[RenderableType]:
     part = next(part for part in plan.parts if stage in part.stages)
     number = part.stages.index(stage)
     whose = f"stage {number}" if len(plan.parts) == 1 else f"stage {number} of {part.name}"
-    peak, limit = gib_text(told.memory_peak_bytes), gib_text(told.memory_limit_bytes)
-    items = {item.name: item.bytes for item in told.memory_items if item.bytes}
-    yield Text(f"memory at the peak of {whose}: {peak} of {limit} GiB a device", style="bold")
-    yield _shares(items, look, lambda value: f"{gib_text(value)} GiB")
+    share = share_text(told.memory_peak_bytes, told.memory_limit_bytes)
+    yield Text(f"memory at the peak of {whose}: {share} a device", style="bold")
+    yield _shares({item.name: item.bytes for item in told.memory_items}, look, bytes_text)
 
 
 def _breakdown(plan: Plan, look: _Look) -> Iterator[RenderableType]:
     if plan.prediction is None or not plan.prediction.breakdown_s:
         return
     yield Text("where the step's time goes", style="bold")
-    yield _shares(plan.prediction.breakdown_s, look, lambda value: look.mark + seconds_text(value))
+    breakdown_s = {name.replace("_", " "): value for name, value in plan.prediction.breakdown_s.items()}
+    yield _shares(breakdown_s, look, look.time)
 
 
 def _shares(items: Mapping[str, float], look: _Look, text: Callable[[float], str]) -> RenderableType:
-    """Rows name, value, share and bar, the largest first."""
+    """Rows name, value, share and bar, the largest first; what is under 1% together in one row."""
     total = sum(items.values()) or 1.0
+    ordered = sorted(items.items(), key=lambda item: -item[1])
+    small = {name: value for name, value in ordered if 0 < value < total / 100}
+    large = {name: value for name, value in ordered if value >= total / 100}
+    large |= small if len(small) < 3 else {f"{len(small)} more, each under 1%": sum(small.values())}
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(overflow="fold")
     for _ in range(2):
         table.add_column(justify="right", no_wrap=True)
     if look.width >= 60:
         table.add_column(no_wrap=True, style="cyan")
-    for name, value in sorted(items.items(), key=lambda item: -item[1]):
+    for name, value in large.items():
         bar = [look.bar(value / total, 20)] if look.width >= 60 else []
         table.add_row(name, text(value), f"{value / total:.1%}", *bar)
     return Padding(table, (0, 0, 1, 2), expand=False)

@@ -1,4 +1,4 @@
-"""A global batch in, the micro-batches of one data-parallel rank out, checked against the plan."""
+"""A global batch in, its micro-batches out, checked against the plan."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ def named_batch(batch: Any) -> dict[str, Any]:
     raise BadInputError(f"Expected a batch as a dict or tuple of tensors, got {type(batch).__name__}.")
 
 
-def micro_batches(
-    program: RunProgram, batch: Any, dp_rank: int, device: torch.device
-) -> list[dict[str, torch.Tensor]]:
-    """Per micro-batch the tensors of every user input (by placeholder), for one data-parallel rank.
+def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by keyword or position."""
+    return {name: value for name, value in named_batch(batch).items() if isinstance(value, torch.Tensor)}
+
+
+def split_batch(program: RunProgram, batch: Any) -> list[dict[str, torch.Tensor]]:
+    """All micro-batches of a global batch, replica by replica: tensors by the input's placeholder.
 
     A tensor whose first dim is that of the capture times (dp x micro-batches) is split; one with
     exactly the captured shape is given whole to every micro-batch; anything else is refused.
@@ -34,21 +37,27 @@ def micro_batches(
     pieces = part.mesh.dp * part.microbatches
     given = named_batch(batch)
     _check_names(program, given)
-    split: dict[str, Sequence[torch.Tensor]] = {}
-    for item in program.inputs:
-        value = _given(given, item)
-        whole = value.to(device=device, dtype=item.dtype if value.is_floating_point() else None)
-        split[item.name] = _split(whole, item, pieces, program)
-    first = dp_rank * part.microbatches
-    return [
-        {name: tensors[first + index] for name, tensors in split.items()} for index in range(part.microbatches)
-    ]
+    split = {item.name: _split(_given(given, item), item, pieces, program) for item in program.inputs}
+    return [{name: tensors[index] for name, tensors in split.items()} for index in range(pieces)]
+
+
+def to_device(
+    piece: Mapping[str, torch.Tensor], program: RunProgram, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """One micro-batch on the rank's device, its floating-point tensors in the dtype of the trace."""
+    dtypes = {item.name: item.dtype for item in program.inputs}
+    return {
+        name: value.to(device=device, dtype=dtypes[name] if value.is_floating_point() else None)
+        for name, value in piece.items()
+    }
 
 
 def _given(given: Mapping[str, Any], item: UserInput) -> torch.Tensor:
     value = given[item.keyword]
     if not isinstance(value, torch.Tensor):
-        raise BadInputError(f"Expected a tensor for {item.keyword!r} of the batch, got {type(value).__name__}.")
+        raise BadInputError(
+            f"Expected a tensor for {item.keyword!r} of the batch, got {type(value).__name__}."
+        )
     return value
 
 
@@ -57,21 +66,22 @@ def _check_names(program: RunProgram, given: Mapping[str, Any]) -> None:
     missing = sorted(wanted - given.keys())
     if missing:
         raise BadInputError(
-            f"The batch lacks {', '.join(missing)}: expected {', '.join(sorted(wanted))}, got {', '.join(given)}."
+            f"The batch lacks {', '.join(missing)}: expected {', '.join(sorted(wanted))}, "
+            f"got {', '.join(given)}."
         )
 
 
 def _split(value: torch.Tensor, item: UserInput, pieces: int, program: RunProgram) -> Sequence[torch.Tensor]:
     shape, captured = tuple(value.shape), item.shape
     if captured and shape == (captured[0] * pieces, *captured[1:]):
-        return value.chunk(pieces)
+        return [piece.contiguous() for piece in value.chunk(pieces)]  # as traced: slices have other strides
     if shape == captured:
-        return [value] * pieces
+        return [value.contiguous()] * pieces
     part = program.part
     wanted = (captured[0] * pieces, *captured[1:]) if captured else ()
     raise BadInputError(
-        f"The batch does not match the plan: {item.keyword!r} should have shape {list(wanted)} (a global batch of "
-        f"{part.micro_batch * pieces} = micro-batch {part.micro_batch} x {part.microbatches} micro-batches x "
-        f"dp {part.mesh.dp}), got {list(shape)}.\nFeed global batches of that size, or search again with "
-        "--global-batch for the size you have."
+        f"The batch does not match the plan: {item.keyword!r} should have shape {list(wanted)} (a global "
+        f"batch of {part.micro_batch * pieces} = micro-batch {part.micro_batch} x {part.microbatches} "
+        f"micro-batches x dp {part.mesh.dp}), got {list(shape)}.\nFeed global batches of that size, or "
+        "search again with --global-batch for the size you have."
     )

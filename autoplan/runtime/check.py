@@ -19,13 +19,15 @@ from autoplan.capture import Capture, ModelSource, capture_module, load_model_so
 from autoplan.errors import AutoplanError, BadInputError
 from autoplan.plan import Part, Plan, Stage
 from autoplan.regions import Region, find_regions
+from autoplan.runtime.batch import split_batch
 from autoplan.runtime.exact import in_double, without_dropout
 from autoplan.runtime.forked import run_ranks
 from autoplan.runtime.parallel import ParallelModel
-from autoplan.runtime.prepare import RunProgram, first_samples, prepare, single_part
+from autoplan.runtime.prepare import RunProgram, first_samples, prepare, require_parameters, single_part
 from autoplan.runtime.ranks import join_ranks
-from autoplan.runtime.shrink import Shrunk
 from autoplan.runtime.reference import Measured, in_pieces, measure_eager
+from autoplan.runtime.shrink import Shrunk
+from autoplan.runtime.weighting import piece_weights
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -43,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One plan against one process. ``bitwise`` is None where something is reduced in another order."""
+    """One plan against one process. ``bitwise`` is None where no run reduces in the same order."""
 
     layout: str
     recompute: str
@@ -104,6 +106,7 @@ class Checker:
         self.batch_size = global_batch(single_part(self.plan))
         self.batch = loaded.example_inputs(self.batch_size, **self.plan.workload.sizes)
         self._references: dict[int, Measured] = {}
+        self._plain_runs: dict[Part, Measured] = {}
         self._captures: dict[int, tuple[Capture, tuple[Region, ...]]] = {}
         self._use(self.dtype)
 
@@ -112,6 +115,7 @@ class Checker:
         self.model.to(DTYPES[dtype])
         self.batch = cast_floats(self.batch, DTYPES[dtype])
         self._references.clear()
+        self._plain_runs.clear()
         self._captures.clear()
 
     def _note(self, text: str) -> None:
@@ -130,18 +134,21 @@ class Checker:
         return self._check(plan, layout, recompute)
 
     def _check(self, plan: Plan, layout: str, recompute: str) -> CheckResult:
+        self._refuse(single_part(plan))
+        return self.compare(self.prepare(plan), layout, recompute)
+
+    def compare(self, program: RunProgram, layout: str = "", recompute: str = "") -> CheckResult:
+        """Run a prepared program on its ranks and compare it with the reference."""
         started_s = time.perf_counter()
-        part = single_part(plan)
-        self._refuse(part)
-        program = self._prepare(plan)
-        reference = self._reference(1)
+        part = program.part
+        reference = self._reference([1.0])
         run = run_ranks(part.mesh.devices, self._body(program), timeout_s=self.timeout_s)[0]
         loss_difference = relative(run.loss, reference.loss)
         worst = worst_gradient(run.gradients, reference.gradients)
         norm_difference = abs(run.norm - reference.norm) / max(reference.norm, 1e-300)
         bitwise = self._bitwise(program, run)
         tolerance = TOLERANCE[self.dtype]
-        close = max(loss_difference, worst.relative_difference, norm_difference) <= tolerance
+        close = all(d <= tolerance for d in (loss_difference, worst.relative_difference, norm_difference))
         return CheckResult(
             layout=layout or mesh_name(part),
             recompute=recompute or recompute_name(part),
@@ -172,7 +179,8 @@ class Checker:
                 f"Expected a plan for the global batch {self.batch_size}, got one for {global_batch(part)}."
             )
 
-    def _prepare(self, plan: Plan) -> RunProgram:
+    def prepare(self, plan: Plan) -> RunProgram:
+        """What the ranks of ``plan`` run, without dropout."""
         capture, regions = self._capture(single_part(plan).micro_batch)
         return prepare(capture, regions, plan, passes=(without_dropout,))
 
@@ -185,16 +193,19 @@ class Checker:
                 loss_fn=self.model_source.loss,
                 opaque=self.plan.workload.opaque,
             )
+            if not self.shrunk:
+                require_parameters(self.plan, capture)
             capture = in_double(capture) if self.dtype == "fp64" else capture
             self._captures[micro_batch] = (capture, find_regions(capture))
         return self._captures[micro_batch]
 
-    def _reference(self, pieces: int) -> Measured:
-        """Eager on the global batch in ``pieces`` micro-batches, in order."""
+    def _reference(self, weights: list[float]) -> Measured:
+        """Eager on the global batch in as many micro-batches as there are weights, in order."""
+        pieces = len(weights)
         if pieces not in self._references:
             batches = in_pieces(self.batch, self.batch_size, pieces)
             self._references[pieces] = measure_eager(
-                self.model_source, self.model, batches, DTYPES[self.dtype], self.timeout_s
+                self.model_source, self.model, batches, weights, DTYPES[self.dtype], self.timeout_s
             )
         return self._references[pieces]
 
@@ -209,34 +220,49 @@ class Checker:
         return body
 
     def _bitwise(self, program: RunProgram, run: Measured) -> bool | None:
-        """Equal to the last bit with one process on the same micro-batches in order; None if not expected.
+        """Equal to the last bit with a run that reduces in the same order; None if there is none.
 
-        Tensor and data parallelism add up in another order, and so does a tied parameter with homes on
-        several stages once there are several micro-batches. Where the trace swapped a kernel (a causal
-        mask for a flag), one process runs the traced program instead of the user's model.
+        On one data and tensor rank that is one process on the same micro-batches (the traced program where
+        tracing swapped a kernel: a causal mask for a flag); else the same plan without recompute, if it was
+        checked before. Left out are tied parameters of several stages and micro-batches: their sum has
+        another order.
         """
         part = program.part
-        if part.mesh.dp > 1 or part.mesh.tp > 1 or (program.tied and part.microbatches > 1):
+        left_out = frozenset(program.tied if part.microbatches > 1 else ())
+        if part.mesh.dp == 1 and part.mesh.tp == 1:
+            weights = piece_weights(program.target_count, split_batch(program, self.batch))
+            if same_bits(run, self._reference(weights), left_out):
+                return True
+            self._note("bits are compared with the traced program in one process: tracing changed a kernel")
+            alone = self.prepare(on_one_stage(program.plan))
+            return same_bits(run, run_ranks(1, self._body(alone), timeout_s=self.timeout_s)[0], left_out)
+        key = without_recompute(part)
+        if recompute_name(part) == "none":
+            self._plain_runs[key] = run
             return None
-        if same_bits(run, self._reference(part.microbatches)):
-            return True
-        self._note("bits are compared with the traced program in one process: tracing changed a kernel")
-        alone = self._prepare(on_one_stage(program.plan))
-        return same_bits(run, run_ranks(1, self._body(alone), timeout_s=self.timeout_s)[0])
+        return same_bits(run, self._plain_runs[key], frozenset()) if key in self._plain_runs else None
 
 
-def same_bits(one: Measured, other: Measured) -> bool:
-    """Whether loss and every gradient are equal to the last bit."""
-    same = all(torch.equal(one.gradients[name], gradient) for name, gradient in other.gradients.items())
+def same_bits(one: Measured, other: Measured, left_out: frozenset[str]) -> bool:
+    """Whether loss and every gradient but those left out are equal to the last bit."""
+    names = other.gradients.keys() - left_out
+    same = all(torch.equal(one.gradients[name], other.gradients[name]) for name in names)
     return same and torch.equal(one.loss, other.loss)
+
+
+def without_recompute(part: Part) -> Part:
+    """The part with nothing recomputed and no forecast."""
+    stages = tuple(
+        Stage(tuple(replace(entry, recompute="none") for entry in stage.regions)) for stage in part.stages
+    )
+    return replace(part, stages=stages)
 
 
 def on_one_stage(plan: Plan) -> Plan:
     """The plan with all regions on one stage and nothing recomputed."""
-    part = single_part(plan)
-    regions = tuple(replace(entry, recompute="none") for stage in part.stages for entry in stage.regions)
-    mesh = replace(part.mesh, pp=1)
-    return replace(plan, parts=(replace(part, mesh=mesh, stages=(Stage(regions),)),))
+    part = without_recompute(single_part(plan))
+    regions = tuple(entry for stage in part.stages for entry in stage.regions)
+    return replace(plan, parts=(replace(part, mesh=replace(part.mesh, pp=1), stages=(Stage(regions),)),))
 
 
 def global_batch(part: Part) -> int:

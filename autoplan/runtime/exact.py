@@ -7,37 +7,51 @@ the model drops back to fp32 (norms and rotary tables of many models say ``.to(t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.program import Capture
-from autoplan.errors import BadInputError
 from autoplan.capture.values import run_on_fakes
+from autoplan.errors import BadInputError
 from autoplan_passes.stages import is_random
 
+DROPOUT_MODULES = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 PROBABILITIES = ("p", "dropout_p", "dropout")
 DROPOUTS = frozenset(
-    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+    {
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+    }
 )
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     """Set every dropout probability of a region graph to 0; refuses other random ops."""
     for node in graph.graph.nodes:
-        if node.op == "call_function" and is_random(node):
-            if not _set_probability(node):
-                raise BadInputError(
-                    f"`check` needs a forward without random numbers, but the model calls {node.target} here:\n"
-                    f"{_where(node)}\nMake them in example_inputs and pass them in."
-                )
+        if node.op == "call_function" and is_random(node) and not _set_probability(node):
+            raise BadInputError(
+                f"`check` needs a forward without random numbers, but the model calls {node.target} here:\n"
+                f"{_where(node)}\nMake them in example_inputs and pass them in."
+            )
     return graph
 
 
@@ -84,7 +98,7 @@ def _lifted(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _double_by_default() -> Iterator[None]:
+def _double_by_default() -> Generator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -94,10 +108,10 @@ def _double_by_default() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def eager_exactly(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def eager_exactly(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
     """Run ``model`` without dropout and, in fp64, without falling back to fp32."""
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, DROPOUT_MODULES):
             module.p = 0.0
         elif isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0

@@ -61,8 +61,8 @@ def run_ranks(count: int, body: Callable[[int], T], *, timeout_s: float = 120.0)
     if len(answers) < count:
         silent = [child.rank for child in children if child.rank not in answers]
         raise RankError(
-            f"ranks {silent} of {count} did not finish in {timeout_s:.0f} s: a collective that not every rank "
-            "issues, or a machine too busy. Run again, or raise --timeout."
+            f"ranks {silent} of {count} did not finish in {timeout_s:.0f} s: a collective that not every "
+            "rank issues, or a machine too busy. Run again, or raise --timeout."
         )
     return [answers[rank][1] for rank in range(count)]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoplan.runtime.prepare import Home
@@ -52,11 +51,11 @@ def mean_over_replicas(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None
     """Average the gradients over the dp axis, in buckets of one dtype."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     for bucket in _buckets(gradients):
-        flat = _flatten_dense_tensors(bucket)
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat, group=ranks.group("dp"))
         flat /= ranks.shape.dp
-        for gradient, piece in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
-            gradient.copy_(piece)
+        for gradient, piece in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+            gradient.copy_(piece.view_as(gradient))
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

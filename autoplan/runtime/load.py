@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,14 @@ from autoplan.errors import BadInputError
 from autoplan_codegen.stage import StageSource
 from autoplan_passes.states import cut_tensor, parse_state
 
-Cut = Callable[[torch.Tensor, str], torch.Tensor]
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage lives: its rank of the tp axis and its device."""
+
+    tp: int
+    tp_rank: int
+    device: torch.device
 
 
 def import_stage(source: StageSource, index: int, directory: Path | None = None) -> ModuleType:
@@ -38,29 +46,27 @@ def build_stage(
     source: StageSource,
     tensors: Mapping[str, torch.Tensor],
     constants: Mapping[str, torch.Tensor],
-    *,
-    tp: int,
-    tp_rank: int,
-    device: torch.device,
-    dtype: torch.dtype | None,
+    place: Place,
+    dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The stage with the user's weights, each cut to this rank's piece and moved to ``device``.
+    """The stage with the user's weights, each cut to this rank's piece and moved to its device.
 
-    ``dtype`` is what floating-point tensors become (None: as in the user's model).
+    ``dtype`` is what floating-point parameters become, ``buffer_dtype`` buffers (None: as in the model).
     """
-    module.DEVICE = device
+    vars(module)["DEVICE"] = place.device
     with torch.device("meta"):
         stage: nn.Module = module.Stage()
     for row in source.parameters:
         whole = _value(tensors, row.name)
-        piece = cut_tensor(_as(whole.detach(), dtype), parse_state(row.placement), tp_rank, tp)
-        copied = piece.to(device=device, copy=True).contiguous()
+        piece = cut_tensor(_as(whole.detach(), dtype), parse_state(row.placement), place.tp_rank, place.tp)
+        copied = piece.to(device=place.device, copy=True).contiguous()
         set_tensor(stage, row.path, nn.Parameter(copied, requires_grad=whole.requires_grad))
     for path, home in source.tied_paths.items():
         set_tensor(stage, path, tensor_at(stage, home))
     for path, name in source.buffers.items():
         value = _value({**constants, **tensors}, name)
-        set_tensor(stage, path, _as(value.detach(), dtype).to(device=device, copy=True))
+        set_tensor(stage, path, _as(value.detach(), buffer_dtype).to(device=place.device, copy=True))
     return stage
 
 
@@ -86,9 +92,7 @@ def tensor_at(module: nn.Module, path: str) -> Any:
 def set_tensor(module: nn.Module, path: str, value: torch.Tensor) -> None:
     """Replace the parameter or buffer at a dotted attribute path."""
     owner, _, name = path.rpartition(".")
-    place = module.get_submodule(owner)
-    table = place._parameters if isinstance(value, nn.Parameter) else place._buffers
-    table[name] = value  # type: ignore[assignment]  # nn.Module types the two tables differently
+    setattr(module.get_submodule(owner), name, value)
 
 
 def _value(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

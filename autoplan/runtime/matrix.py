@@ -33,8 +33,8 @@ def check_matrix(
 ) -> Iterator[CheckResult]:
     """Check every layout of ``LAYOUTS`` with every kind of ``RECOMPUTE``, as each is done.
 
-    Layouts of more than ``devices`` ranks are left out. ``make_plan`` maps degrees (axes not named are 1) to a plan of that mesh; all its plans have one
-    global batch.
+    Layouts of more than ``devices`` ranks are left out. ``make_plan`` maps degrees (axes not named are 1) to
+    a plan of that mesh; all its plans have one global batch.
     """
     checker: Checker | None = None
     for layout, degrees in LAYOUTS.items():

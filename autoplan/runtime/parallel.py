@@ -6,7 +6,7 @@ and gradients together, so that a training loop around ``ParallelModel.step`` se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.plan import Plan
-from autoplan.runtime.batch import micro_batches
+from autoplan.runtime.agreement import require_equal
+from autoplan.runtime.batch import split_batch, tensors_of, to_device
 from autoplan.runtime.gradients import (
     Owned,
     TiedParameter,
@@ -27,11 +28,21 @@ from autoplan.runtime.gradients import (
     sum_over_homes,
     whole_tensor,
 )
-from autoplan.runtime.load import build_stage, import_stage, model_tensors, set_tensor, tensor_at
+from autoplan.runtime.load import Place, build_stage, import_stage, model_tensors, tensor_at
+from autoplan.runtime.master import MasterWeights
 from autoplan.runtime.pipeline import LossRunner, Pipeline
 from autoplan.runtime.prepare import Home, RunProgram, single_part, trace_and_prepare
+from autoplan.runtime.randomness import StepRandomness
 from autoplan.runtime.ranks import Ranks, join_ranks, tied_group
 from autoplan.runtime.sharded import shard_over_replicas
+from autoplan.runtime.weighting import piece_weights
+from autoplan_passes.states import cut_tensor, parse_state
+
+SEED_REMEDY = "Put torch.manual_seed(0) before the line that builds the model."
+BATCH_REMEDY = (
+    "Every rank passes the whole global batch and takes its share: seed the data loading, "
+    "torch.manual_seed(0)."
+)
 
 
 class ParallelModel:
@@ -41,23 +52,13 @@ class ParallelModel:
     *collective* must be called by every rank.
     """
 
-    def __init__(self, program: RunProgram, model: nn.Module, ranks: Ranks, stages_dir: Path | None = None) -> None:
+    def __init__(
+        self, program: RunProgram, model: nn.Module, ranks: Ranks, stages_dir: Path | None = None
+    ) -> None:
         self.program, self.ranks, self.rank, self.mesh = program, ranks, ranks.rank, ranks.mesh
         source = program.sources[ranks.pp]
         tensors = model_tensors(model)
-        self._module = import_stage(source, ranks.pp, stages_dir)
-        if hasattr(self._module, "bind"):
-            self._module.bind({"tp": ranks.group("tp")})
-        self.stage = build_stage(
-            self._module,
-            source,
-            tensors,
-            program.constants,
-            tp=ranks.shape.tp,
-            tp_rank=ranks.tp,
-            device=ranks.device,
-            dtype=None,
-        )
+        require_equal(tensors, "weights", SEED_REMEDY, ranks.device)
         self._state_names = _state_names(model, tensors)
         planned = {home.name for home in program.homes}
         self._plain_state = {
@@ -66,24 +67,41 @@ class ParallelModel:
             if canonical not in planned
         }
         self._sharded = program.part.zero > 0 and ranks.shape.dp > 1
+        self._masters = MasterWeights()
+        # ZeRO keeps its shards in fp32 and rounds what it gathers, so it needs no further masters.
+        self._low = program.low_precision
+        stored = torch.float32 if self._low and self._sharded else self._low
+        module = import_stage(source, ranks.pp, stages_dir)
+        if hasattr(module, "bind"):
+            vars(module)["bind"]({"tp": ranks.group("tp")})
+        place = Place(ranks.shape.tp, ranks.tp, ranks.device)
+        self.stage = build_stage(module, source, tensors, program.constants, place, stored, self._low)
         if self._sharded:
-            shard_over_replicas(self.stage, source, ranks, program.part.zero)
-        self._owned = tuple(self._own(home) for home in program.homes if home.stage == ranks.pp)
+            shard_over_replicas(self.stage, source, ranks, program.part.zero, self._low)
+        self._owned = tuple(self._own(home, tensors) for home in program.homes if home.stage == ranks.pp)
         self._tied = tuple(self._tie(name) for name in program.tied)
         first = {home.name: home for home in reversed(program.homes)}
         self._first_homes = frozenset(first.values())
         runner = Pipeline if ranks.shape.pp > 1 else LossRunner
         self._runner = runner(self.stage, program, ranks)
+        self._randomness = StepRandomness(ranks)
+        self._fed = False
 
     def step(self, batch: Any) -> torch.Tensor:
-        """Forward and backward of one global batch (*collective*); returns the mean loss, the same on all ranks.
+        """Forward and backward of one global batch (*collective*); returns the mean loss, on all ranks.
 
         Every rank passes the whole global batch and takes its share. Gradients are added to ``.grad``,
         already summed and averaged over the ranks. :class:`BadInputError` if the batch does not fit the plan.
         """
-        pieces = micro_batches(self.program, batch, self.ranks.dp, self.ranks.device)
+        pieces = split_batch(self.program, batch)
+        weights = piece_weights(self.program.target_count, pieces)
+        if not self._fed:
+            require_equal(tensors_of(batch), "global batch", BATCH_REMEDY, self.ranks.device)
+            self._fed = True
         set_aside(self._tied)
-        loss = self._runner.run(pieces)
+        self._masters.round()
+        with self._randomness.use():
+            loss = self._runner.run(*self._share(pieces, weights))
         if self.ranks.shape.dp > 1:
             if not self._sharded:
                 mean_over_replicas(self.parameters(), self.ranks)
@@ -94,6 +112,14 @@ class ParallelModel:
             last = self.ranks.rank_at(pp=self.ranks.shape.pp - 1)
             dist.broadcast(loss, src=last, group=self.ranks.group("pp"))
         return loss
+
+    def _share(
+        self, pieces: list[dict[str, torch.Tensor]], weights: list[float]
+    ) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
+        """The micro-batches of this replica, on its device, and their weights."""
+        count = self.program.part.microbatches
+        own = slice(self.ranks.dp * count, (self.ranks.dp + 1) * count)
+        return [to_device(piece, self.program, self.ranks.device) for piece in pieces[own]], weights[own]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the user's model."""
@@ -115,7 +141,7 @@ class ParallelModel:
         return self
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global 2-norm is at most ``max_norm`` (*collective*).
+        """Scale all gradients so that their 2-norm over the model is at most ``max_norm`` (*collective*).
 
         Returns the norm before, each parameter counted once, as ``torch.nn.utils.clip_grad_norm_`` would.
         """
@@ -144,7 +170,9 @@ class ParallelModel:
         """Set this rank's pieces from a whole state (as :meth:`state_dict` gives it)."""
         for owned in self._owned:
             with torch.no_grad():
-                store_whole(owned.parameter, state[owned.home.name].to(self.ranks.device), owned.state, self.ranks)
+                store_whole(
+                    owned.parameter, state[owned.home.name].to(self.ranks.device), owned.state, self.ranks
+                )
 
     def _gather(self, *, gradients: bool) -> dict[str, torch.Tensor]:
         whole: dict[str, torch.Tensor] = {}
@@ -165,10 +193,16 @@ class ParallelModel:
         return whole
 
     def _dtype(self, home: Home) -> torch.dtype:
-        return self.program.parameters[home.name].dtype
+        facts = self.program.parameters[home.name]
+        return torch.float32 if self._low and (facts.differentiable or self._sharded) else facts.dtype
 
-    def _own(self, home: Home) -> Owned:
-        return Owned(home, tensor_at(self.stage, home.path))
+    def _own(self, home: Home, tensors: dict[str, torch.Tensor]) -> Owned:
+        parameter = tensor_at(self.stage, home.path)
+        if self._low and not self._sharded:
+            state = parse_state(home.placement)
+            exact = cut_tensor(tensors[home.name], state, self.ranks.tp, self.ranks.shape.tp)
+            parameter = self._masters.add(parameter, exact)
+        return Owned(home, parameter)
 
     def _tie(self, name: str) -> TiedParameter:
         homes = self.program.homes_of(name)
@@ -201,6 +235,7 @@ def parallelize(
     its loss. ``stages_dir`` is where the rank's code is written. Start one process per device
     (``torchrun``); the process groups are made here if they are not there. The user's model is only read.
     """
-    ranks = join_ranks(single_part(plan).mesh)
-    program = trace_and_prepare(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
-    return ParallelModel(program, model, ranks, Path(stages_dir) if stages_dir else None)
+    with torch.random.fork_rng(devices=[]):  # the user's data must stay what they are in one process
+        ranks = join_ranks(single_part(plan).mesh)
+        program = trace_and_prepare(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
+        return ParallelModel(program, model, ranks, Path(stages_dir) if stages_dir else None)

@@ -1,7 +1,8 @@
 """The micro-batches of one step in, their mean loss and accumulated gradients out.
 
 One stage: a plain loop. Several: ``torch.distributed.pipelining`` with the loss inside the last stage.
-Each micro-batch's loss is divided by their number before its backward, so gradients need no scaling after.
+Each micro-batch's loss is weighted and divided by their number before its backward, so gradients need no
+scaling after.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class LossRunner:
         self.names = _stage_inputs(program, 0)
         self.loss_dtype = program.loss_dtype
 
-    def run(self, batches: MicroBatches) -> torch.Tensor:
+    def run(self, batches: MicroBatches, weights: Sequence[float]) -> torch.Tensor:
         """Accumulate gradients; returns the mean loss."""
         total = torch.zeros((), device=self.device, dtype=self.loss_dtype)
-        for batch in batches:
+        for batch, weight in zip(batches, weights):
             loss: torch.Tensor = self.stage(**{keyword: batch[name] for name, keyword in self.names.items()})
-            (loss / self.count).backward()
-            total = total + loss.detach() / self.count
+            share = loss * weight / self.count
+            share.backward()
+            total = total + share.detach()
         return total
 
 
@@ -59,7 +61,7 @@ class Pipeline:
             output_args=tuple(_example(facts) for facts in (sent or [loss])),
             group=ranks.group("pp"),
         )
-        self.schedule = _schedule(program, ranks)(
+        self.schedule: Any = _schedule(program, ranks)(
             pipeline_stage,
             self.count,
             loss_fn=self._loss,
@@ -67,15 +69,16 @@ class Pipeline:
             kwargs_chunk_spec={_PREFIX + keyword: TensorChunkSpec(0) for keyword in self.names.values()},
         )
 
-    def run(self, batches: MicroBatches) -> torch.Tensor:
+    def run(self, batches: MicroBatches, weights: Sequence[float]) -> torch.Tensor:
         """Run the schedule; returns the mean loss on the last stage, zero elsewhere."""
         losses: list[torch.Tensor] = []
-        self._feed(batches, losses)
-        if not losses:
-            return torch.zeros((), device=self.device, dtype=self.loss_dtype)
-        return torch.stack([loss.detach().reshape(()) for loss in losses]).sum()
+        self._feed(batches, weights, losses)
+        total = torch.zeros((), device=self.device, dtype=self.loss_dtype)
+        for loss in losses:
+            total = total + loss.detach().reshape(())
+        return total
 
-    def _feed(self, batches: MicroBatches, losses: list[torch.Tensor]) -> None:
+    def _feed(self, batches: MicroBatches, weights: Sequence[float], losses: list[torch.Tensor]) -> None:
         # The schedule takes whole batches and cuts them itself: join what `micro_batches` cut.
         joined = {
             _PREFIX + keyword: torch.cat([batch[name] for batch in batches])
@@ -85,18 +88,19 @@ class Pipeline:
         self.module.fixed = {
             keyword: batches[0][name] for name, keyword in self.names.items() if not batches[0][name].dim()
         }
-        target = torch.zeros(self.count, device=self.device)
+        # What the schedule calls the target, one number a micro-batch, is the weight of its loss.
+        target = torch.tensor(weights, device=self.device, dtype=self.loss_dtype)
         self.schedule.step(target=target, losses=losses, return_outputs=False, **joined)
 
-    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return output.sum() / self.count
+    def _loss(self, output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (output * weight).sum() / self.count
 
 
 _PREFIX = "batch_"  # keeps the batch's keywords apart from those of ``schedule.step``
 
 
 class _LossShaped(nn.Module):
-    """A stage as the schedule wants it: a loss of shape [1].
+    """A stage as the schedule wants it: a loss of shape [1], values to send without gaps in memory.
 
     It also hides from the schedule that the stage is sharded over replicas: a sharded module then gathers
     and reduces by itself at every micro-batch, instead of holding whole parameters through the step.
@@ -110,11 +114,11 @@ class _LossShaped(nn.Module):
     def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> Any:
         named = {keyword.removeprefix(_PREFIX): value for keyword, value in batch.items()}
         output = self.stage(*received, **named, **self.fixed)
-        return output.reshape(1) if self.is_last else output
+        return output.reshape(1) if self.is_last else tuple(value.contiguous() for value in output)
 
 
 def _schedule(program: RunProgram, ranks: Ranks) -> type[Schedule1F1B] | type[ScheduleGPipe]:
-    """The schedule of the plan; fewer micro-batches than stages run alike under both, which torch's 1F1B refuses."""
+    """The schedule of the plan; torch's 1F1B refuses fewer micro-batches than stages, GPipe runs them."""
     if program.part.schedule == "gpipe" or program.part.microbatches < ranks.shape.pp:
         return ScheduleGPipe
     return Schedule1F1B

@@ -5,8 +5,10 @@ Nothing here communicates or holds weights: one process can prepare for all rank
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import Layout, Part, Plan
 from autoplan.regions import Region, find_regions, region_graph
+from autoplan.runtime.weighting import TargetCount, find_target_count
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
 from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
 
@@ -54,7 +57,10 @@ class Home:
 
 @dataclass(frozen=True)
 class RunProgram:
-    """What the ranks of one part run. ``homes`` lists every parameter, tied ones once a place."""
+    """What the ranks of one part run. ``homes`` lists every parameter, tied ones once a place.
+
+    ``low_precision`` is the 16-bit dtype of the code where the optimizer keeps fp32 master weights.
+    """
 
     plan: Plan
     part: Part
@@ -66,9 +72,17 @@ class RunProgram:
     parameters: Mapping[str, TensorFacts]
     constants: Mapping[str, torch.Tensor]
     loss_dtype: torch.dtype
+    target_count: TargetCount | None = None
+    low_precision: torch.dtype | None = None
 
     def homes_of(self, name: str) -> tuple[Home, ...]:
         return tuple(home for home in self.homes if home.name == name)
+
+    def with_source(self, stage: int, text: str) -> RunProgram:
+        """The same program with other code for one stage."""
+        sources = list(self.sources)
+        sources[stage] = replace(sources[stage], text=text)
+        return replace(self, sources=tuple(sources))
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -90,14 +104,38 @@ def trace_and_prepare(
     if example_inputs is None:
         source = load_model_source(plan.model.source)
         example_inputs, loss_fn = source.example_inputs(part.micro_batch, **plan.workload.sizes), source.loss
+    low = low_precision(plan)
     capture = capture_module(
         model,
         first_samples(example_inputs, part.micro_batch),
         name=plan.model.name,
+        dtype=plan.workload.dtype if low else None,
         loss_fn=loss_fn,
         opaque=plan.workload.opaque,
     )
-    return prepare(capture, find_regions(capture), plan, passes=passes)
+    require_parameters(plan, capture)
+    program = prepare(capture, find_regions(capture), plan, passes=passes)
+    return replace(program, low_precision=low)
+
+
+def require_parameters(plan: Plan, capture: Capture) -> None:
+    """:class:`BadPlanError` unless the model has as many parameters as the one the plan was made for."""
+    found = sum(math.prod(info.shape) for info in capture.parameters.values() if not info.is_buffer)
+    if plan.model.parameters not in (0, found):
+        raise BadPlanError(
+            f"model.parameters: the plan was made for a model of {plan.model.parameters:,} parameters, this "
+            f"one has {found:,}.\nSearch again for this model: autoplan search MODEL.py"
+        )
+
+
+def low_precision(plan: Plan) -> torch.dtype | None:
+    """The dtype of a mixed-precision plan; None where parameters compute in the dtype they are kept in."""
+    if plan.workload.dtype == "fp16":
+        raise BadPlanError(
+            "Expected a plan in bf16, fp32 or fp64 to run, got fp16, whose gradients underflow without loss "
+            "scaling. Search again with --dtype bf16."
+        )
+    return torch.bfloat16 if plan.workload.dtype == "bf16" else None
 
 
 def first_samples(inputs: Any, count: int) -> Any:
@@ -118,7 +156,8 @@ def first_samples(inputs: Any, count: int) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         whole = not value.dim() or value.shape[0] % batch
-        return value.clone() if whole else value[: value.shape[0] // batch * count].clone()
+        samples = value if whole else value[: value.shape[0] // batch * count]
+        return samples.clone(memory_format=torch.contiguous_format)
 
     if isinstance(inputs, Mapping):
         return {str(key): cut(value) for key, value in inputs.items()}
@@ -169,6 +208,7 @@ def prepare(
         },
         constants=capture.constants,
         loss_dtype=next(n for n in capture.graph.nodes if n.name == capture_loss(capture)).meta["val"].dtype,
+        target_count=find_target_count(capture),
     )
 
 
@@ -198,7 +238,27 @@ def _local_graph(
             f"(it has {', '.join(plan.layouts) or 'none'}). Search again: autoplan search MODEL.py"
         )
     layout = plan.layouts.get(call.layout) or Layout(call.region.class_id, part.mesh.tp)
+    if capture.dtype != plan.workload.dtype:
+        layout = with_casts_of(graph, layout)
     return shard_region(graph, layout)
+
+
+def with_casts_of(graph: fx.GraphModule, layout: Layout) -> Layout:
+    """The layout for a graph traced in another dtype: its casts are others, each runs as its input lies."""
+    rules = {name: rule for name, rule in layout.rules.items() if not _is_cast(name)}
+    placed = dict(layout.parameters)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and _is_cast(node.name):
+            state = placed.get(node.all_input_nodes[0].name, "R")
+            state = state if state.startswith("S") else "R"
+            rules[node.name] = f"{state}->{state}"
+        if node.name in rules:
+            placed[node.name] = rules[node.name].partition("->")[2].partition(" ")[0]
+    return replace(layout, rules=rules)
+
+
+def _is_cast(name: str) -> bool:
+    return re.fullmatch(r"_?to_copy(_\d+)?", name) is not None
 
 
 def stage_facts(capture: Capture, plan: Plan, part: Part) -> StageFacts:
@@ -218,7 +278,9 @@ def layout_line(layout: Layout) -> str:
     """``tp 2: qkv.weight S(0), out.weight S(1); forward 2 all_reduce`` (empty where nothing is cut)."""
     if layout.tp == 1:
         return ""
-    cuts = ", ".join(f"{name.removeprefix('p_')} {state}" for name, state in layout.parameters.items() if state != "R")
+    cuts = ", ".join(
+        f"{name.removeprefix('p_')} {state}" for name, state in layout.parameters.items() if state != "R"
+    )
     counts = ", ".join(f"{count} {kind}" for kind, count in layout.collectives_forward.items() if count)
     return f"tp {layout.tp}: {cuts or 'nothing cut'}{f'; forward {counts}' if counts else ''}"
 
@@ -242,7 +304,9 @@ def differentiable_values(capture: Capture) -> frozenset[str]:
     found: set[str] = set()
     for node in capture.graph.nodes:
         if node.op == "placeholder":
-            trained = node.meta.get("kind") == "parameter" and capture.parameters[node.meta["source"]].trainable
+            trained = (
+                node.meta.get("kind") == "parameter" and capture.parameters[node.meta["source"]].trainable
+            )
         else:
             trained = any(source.name in found for source in node.all_input_nodes)
         if trained and _is_floating(node.meta.get("val")):

@@ -45,8 +45,8 @@ def join_ranks(shape: Mesh) -> Ranks:
     world = dist.get_world_size()
     if world != shape.devices:
         raise BadPlanError(
-            f"Expected {shape.devices} processes for the plan's mesh pp {shape.pp} x dp {shape.dp} x tp {shape.tp}, "
-            f"found {world}.\n{launch_line(shape)}"
+            f"Expected {shape.devices} processes for the plan's mesh "
+            f"pp {shape.pp} x dp {shape.dp} x tp {shape.tp}, found {world}.\n{launch_line(shape)}"
         )
     mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=AXES)
     pp, dp, tp = mesh.get_coordinate() or (0, 0, 0)
@@ -96,4 +96,4 @@ def tied_group(ranks: Ranks, stages: Sequence[int]) -> dist.ProcessGroup | None:
         for tp in range(shape.tp)
     ]
     own, _ = dist.new_subgroups_by_enumeration(groups)
-    return own if ranks.pp in stages else None
+    return own if isinstance(own, dist.ProcessGroup) and ranks.pp in stages else None

@@ -1,4 +1,4 @@
-"""A model and a batch in, loss and gradients of plain eager PyTorch in one process out: what `check` trusts."""
+"""A model and a batch in, loss and gradients of plain eager PyTorch in one process out."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ class Measured:
 
 
 def measure_eager(
-    source: ModelSource, model: nn.Module, batches: Sequence[Any], dtype: torch.dtype, timeout_s: float
+    source: ModelSource,
+    model: nn.Module,
+    batches: Sequence[Any],
+    weights: Sequence[float],
+    dtype: torch.dtype,
+    timeout_s: float,
 ) -> Measured:
-    """Mean loss and gradients over ``batches``, run one after the other in a forked process."""
+    """Weighted mean loss and its gradients over ``batches``, one after the other in a forked process."""
 
     def body(rank: int) -> Measured:
         with eager_exactly(model, dtype):
             total = torch.zeros((), dtype=dtype)
-            for batch in batches:
-                loss = source.run(model, batch)
-                (loss / len(batches)).backward()
-                total = total + loss.detach() / len(batches)
+            for batch, weight in zip(batches, weights):
+                share = source.run(model, batch) * weight / len(batches)
+                share.backward()
+                total = total + share.detach()
         gradients = {n: _gradient(p) for n, p in model.named_parameters() if p.requires_grad}
         return Measured(total, gradients, norm_of(gradients))
 
@@ -51,7 +56,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def in_pieces(batch: Any, samples: int, pieces: int) -> list[Any]:
-    """A global batch of ``samples`` cut into ``pieces`` along dim 0; tensors without the batch dim stay whole."""
+    """A global batch of ``samples`` cut into ``pieces`` along dim 0; other tensors stay whole."""
 
     def piece(value: Any, index: int) -> Any:
         whole = not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] % samples

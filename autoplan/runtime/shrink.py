@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import nn
 
@@ -49,7 +50,7 @@ def shrink(plan: Plan) -> Shrunk:
         mesh=mesh,
         micro_batch=min(part.micro_batch, MOST_MICRO_BATCH),
         microbatches=min(part.microbatches, MOST_MICRO_BATCHES),
-        stages=tuple(Stage(tuple(fewer[a:b])) for a, b in zip(cuts, cuts[1:])),
+        stages=tuple(Stage(tuple(fewer[a:b])) for a, b in pairwise(cuts)),
     )
     layouts = {key: replace(layout, tp=mesh.tp) for key, layout in plan.layouts.items()}
     note = f"shrunk: {len(entries)} regions to {len(fewer)}, {_words(part)} to {_words(small)}"
@@ -91,6 +92,5 @@ def _block(region: str) -> tuple[str, int] | None:
 
 def _words(part: Part) -> str:
     mesh = part.mesh
-    return (
-        f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp} with {part.microbatches} micro-batches of {part.micro_batch}"
-    )
+    batches = f"{part.microbatches} micro-batches of {part.micro_batch}"
+    return f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp} with {batches}"

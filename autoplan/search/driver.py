@@ -6,12 +6,11 @@ forecast, certificate and every assumption that was made for the user.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from autoplan_cost_models import CostModel
 
 from autoplan.capture import capture_model
 from autoplan.capture.program import Capture
@@ -23,6 +22,7 @@ from autoplan.search.model_costs import ModelCosts
 from autoplan.search.pricing import Pricing
 from autoplan.search.solve import Outcome, fits_anywhere, solve
 from autoplan.search.space import SPACE, Candidate, Pins, candidates, parse_pins
+from autoplan_cost_models import CostModel
 
 MOST_NODES = 4096
 DEFAULT_BATCH_PER_DEVICE = 4
@@ -113,7 +113,7 @@ def search_capture(
         hardware_fingerprint=profile.fingerprint,
         workload=pricing.workload,
         parts=(best.part,),
-        layouts=costs.layouts(best.part.mesh.tp),
+        layouts=costs.layouts(best.part.mesh.tp, best.part.micro_batch),
         prediction=best.prediction,
         certificate=certificate,
         assumptions=tuple(assumptions + list(capture.warnings)),
@@ -211,7 +211,7 @@ def _tp_message(tp: int, costs: ModelCosts, degrees: Sequence[int], most: int) -
     heads = sorted({(q, kv) for _, q, kv in costs.heads()})
     shown = " and ".join(f"{q} heads" + (f" with {kv} key-value heads" if kv != q else "") for q, kv in heads)
     if tp > most:
-        return f"--pin tp={tp}: tensor parallelism stays inside a node of {most} devices; valid: {_list(degrees)}."
+        return f"--pin tp={tp}: tp stays inside a node of {most} devices; valid degrees: {_list(degrees)}."
     return f"--pin tp={tp} does not divide the model's attention ({shown}); valid degrees: {_list(degrees)}."
 
 
@@ -222,20 +222,11 @@ def _list(numbers: Sequence[int]) -> str:
 def _identity(capture: Capture) -> ModelIdentity:
     weights = [info for info in capture.parameters.values() if not info.is_buffer]
 
-    def count(infos: list[object]) -> int:
-        total = 0
-        for info in infos:
-            size = 1
-            for dim in info.shape:  # type: ignore[attr-defined]
-                size *= dim
-            total += size
-        return total
-
     return ModelIdentity(
         name=capture.name,
         source=capture.source,
         fingerprint=capture.fingerprint,
-        parameters=count(list(weights)),
-        trainable_parameters=count([info for info in weights if info.trainable]),
+        parameters=sum(math.prod(info.shape) for info in weights),
+        trainable_parameters=sum(math.prod(info.shape) for info in weights if info.trainable),
         tied_parameters=tuple(info.tied_names for info in weights if len(info.tied_names) > 1),
     )

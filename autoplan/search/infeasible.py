@@ -5,7 +5,6 @@ Comes in: the pricing that found nothing, and the finder that can try other sett
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from autoplan.errors import AutoplanError
@@ -37,7 +36,7 @@ def infeasible_message(pricing: Pricing, finder: Finder, devices: int, batch: in
     lines = [
         f"nothing fits: every plan on {devices} devices needs more than the {limit / GIB:.1f} GiB that a "
         f"{pricing.profile.name} leaves for tensors.",
-        f"The smallest need is {worst.memory_peak_bytes / GIB:.1f} GiB ({describe(candidate)}). It is made of:",
+        f"The smallest need is {worst.memory_peak_bytes / GIB:.1f} GiB ({describe(candidate)}), most of it:",
     ]
     lines += [f"  {item.bytes / GIB:8.2f} GiB  {item.name}" for item in worst.memory_items[:TOP]]
     changes = _changes_that_fit(finder, devices, batch)
@@ -81,5 +80,4 @@ def _changes_that_fit(finder: Finder, devices: int, batch: int) -> list[str]:
             pass
         finally:
             finder.pins = kept
-    del replace
     return changes

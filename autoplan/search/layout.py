@@ -14,7 +14,7 @@ A linear program chooses one rule for every op and the conversions between them.
 
 What a region takes and gives is replicated. Solved by HiGHS; where the relaxation is not integral, as a
 mixed-integer program. The price of memory rises until most of what can be cut is cut: a rank of a tp
-group that holds everything would be wasted.
+group that holds everything would be wasted. It does not rise so far that whole logits are sent for it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from torch import fx
 
 from autoplan.errors import BadInputError
 from autoplan.plan import Layout
+from autoplan.search.layout_pricing import LayoutPrices, LayoutSettings, Pricing
 from autoplan.search.linear import LinearProgram, solve
+from autoplan_passes import table_contractions
 from autoplan_passes.attention import attention_heads, tp_degrees
-from autoplan_passes.calls import Call, first_tensor, is_tensor, op_name, shape_of, tensor_inputs
+from autoplan_passes.calls import Call, is_tensor, op_name, shape_of, tensor_inputs
 from autoplan_passes.candidates import find_active, find_facts
 from autoplan_passes.conversions import Conversion, chains, conversion
 from autoplan_passes.implementations import implementation_sends
@@ -39,65 +40,6 @@ from autoplan_passes.shard import tensor_bytes
 from autoplan_passes.states import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRADIENT, State
 
 __all__ = ["LayoutPrices", "LayoutSettings", "attention_heads", "choose_layout", "price_layout", "tp_degrees"]
-
-CONTRACTIONS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *(
-            "linear",
-            "mm",
-            "mv",
-            "bmm",
-            "addmm",
-            "baddbmm",
-            "matmul",
-            "einsum",
-            "_grouped_mm",
-            "conv1d",
-            "conv2d",
-        ),
-        *(
-            "conv3d",
-            "convolution",
-            "scaled_dot_product_attention",
-            "dot",
-            "outer",
-            "embedding",
-            "cross_entropy_loss",
-        ),
-    )
-) | {"transformers.grouped_mm_fallback"}
-# Weight, gradient, master weight and two moments: what a trained parameter keeps resident.
-STATE_BYTES_PER_ELEMENT = 16
-MEMORY_S_PER_BYTE = (3e-12, 3e-11, 3e-10, 3e-9, 3e-8, 3e-7)
-# Elementwise ops fuse into their neighbours; priced in full they would pull norms onto cut hidden dims.
-ELEMENTWISE_WEIGHT = 1e-3
-TIE_BREAK_S = 1e-9
-
-
-class LayoutPrices(Protocol):
-    """What the cost model says of one chip and one span of the tp axis, in seconds."""
-
-    def operation_s(self, node: fx.Node, fraction: float, /) -> float:
-        """Forward and backward of a node of which each rank does ``fraction``."""
-        ...
-
-    def collective_s(self, kind: str, sent_bytes: float, /) -> float:
-        """One collective; bytes of the largest buffer a rank holds (the whole tensor, but for all_to_all)."""
-        ...
-
-
-@dataclass(frozen=True)
-class LayoutSettings:
-    """What counts: ``elementwise`` is the share of an elementwise op's time that is priced.
-
-    ``memory_s_per_byte`` are the prices of residence, tried in turn until a layout cuts ``cut_share`` of the
-    parameter bytes that can be cut.
-    """
-
-    elementwise: float = ELEMENTWISE_WEIGHT
-    memory_s_per_byte: tuple[float, ...] = MEMORY_S_PER_BYTE
-    cut_share: float = 0.8
 
 
 @dataclass(frozen=True)
@@ -142,12 +84,15 @@ def price_layout(
     builder = Builder(graph.graph, tp, prices, settings, pinned)
     builder.build()
     whole, least = builder.resident_bytes(max), builder.resident_bytes(min)
-    found = None
-    for memory_s_per_byte in settings.memory_s_per_byte:
-        found = builder.solve(memory_s_per_byte)
+    limit_bytes = settings.sent_limit * builder.activation_bytes()
+    first, *dearer = settings.memory_s_per_byte
+    found = builder.solve(first)
+    for memory_s_per_byte in dearer:
         if whole - found.resident_bytes >= settings.cut_share * (whole - least):
             break
-    assert found is not None, "LayoutSettings.memory_s_per_byte is empty"
+        forced = builder.solve(memory_s_per_byte)
+        if forced.layout.collective_bytes_forward <= limit_bytes:
+            found = forced
     return found
 
 
@@ -180,6 +125,7 @@ class Builder:
 
     def build(self) -> None:
         self.facts: Facts = find_facts(self.graph, self.tp, self.pinned)
+        self.pricing = Pricing(self.tp, self.prices, self.settings, self.facts.differentiable)
         self.active = find_active(self.graph, self.facts.differentiable)
         for node in self.graph.nodes:
             if node in self.active and node.op != "output":
@@ -191,10 +137,12 @@ class Builder:
         """(one rule)"""
         rules = self._source_rules(node) if node.op == "placeholder" else rules_for(node, self.tp, self.facts)
         self.rules[node] = rules
-        variables = [self.program.add_variable(self._rule_s(node, rule)) for rule in rules]
+        variables = [self.program.add_variable(self.pricing.rule_s(node, rule)) for rule in rules]
         self.x |= {(node, i): variable for i, variable in enumerate(variables)}
         if node.meta.get("kind") == "parameter":
-            self.resident |= {v: self._resident_bytes(node, r.output) for v, r in zip(variables, rules)}
+            self.resident |= {
+                v: self.pricing.resident_bytes(node, r.output) for v, r in zip(variables, rules)
+            }
         self.program.add_row([(variable, 1.0) for variable in variables], 1.0, 1.0)
 
     def _source_rules(self, node: fx.Node) -> tuple[Rule, ...]:
@@ -210,34 +158,6 @@ class Builder:
         if node.meta.get("kind") != "parameter":
             return (Rule((), REPLICATE),)
         return tuple(Rule((), state) for state in (REPLICATE, *sorted(self.facts.cuts.get(node, ()))))
-
-    def _rule_s(self, node: fx.Node, rule: Rule) -> float:
-        if node.op == "placeholder" or op_name(node) == "getitem":
-            return 0.0
-        weight = 1.0 if op_name(node) in CONTRACTIONS else self.settings.elementwise
-        whole = rule.implementation == "vocab_embedding" or not rule.is_cut
-        seconds = weight * self.prices.operation_s(node, 1.0 if whole else 1.0 / self.tp) if weight else 0.0
-        for forward, backward, forward_bytes, backward_bytes in implementation_sends(
-            rule.implementation, Call(node)
-        ):
-            seconds += self._sent_s(forward, forward_bytes) + self._sent_s(backward, backward_bytes)
-        return seconds
-
-    def _resident_bytes(self, node: fx.Node, state: State) -> float:
-        """What a parameter keeps on each rank, with its gradient and optimizer state if it is trained."""
-        tensor = first_tensor(node)
-        trained = node in self.facts.differentiable
-        whole = tensor.numel() * (STATE_BYTES_PER_ELEMENT if trained else tensor.element_size())
-        return whole / (self.tp if state.is_shard else 1)
-
-    def _sent_s(self, kind: str, sent_bytes: float) -> float:
-        return self.prices.collective_s(kind, sent_bytes) if kind != "none" and sent_bytes else 0.0
-
-    def conversion_s(self, node: fx.Node, step: Conversion) -> float:
-        """Forward and backward of one conversion of the whole tensor."""
-        total = tensor_bytes(node)
-        size = total / self.tp if step.forward == "all_to_all" else float(total)
-        return self._sent_s(step.forward, size) + self._sent_s(step.backward, size) + TIE_BREAK_S
 
     def _steps(self, node: fx.Node, states: list[State]) -> list[Conversion]:
         """Possible conversions of a tensor; a parameter stored cut is used cut, unless a pin says so."""
@@ -261,7 +181,7 @@ class Builder:
             )
         states = sorted(asked | made | (hubs if edges else set()))
         steps = self._steps(node, states) if edges else []
-        price = {step: self.conversion_s(node, step) for step in steps}
+        price = {step: self.pricing.conversion_s(node, step) for step in steps}
         shared = len(edges) > 1
         made_once = {step: self.program.add_variable(price[step]) for step in steps} if shared else {}
         for _, wanted in edges:
@@ -301,13 +221,24 @@ class Builder:
             for node, rules in self.rules.items()
         }
         parameters = [n for n in chosen if n.meta.get("kind") == "parameter"]
-        resident = sum(self._resident_bytes(n, chosen[n].output) for n in parameters)
+        resident = sum(self.pricing.resident_bytes(n, chosen[n].output) for n in parameters)
         return PricedLayout(self.read_layout(chosen), solution.objective, solution.integral, resident)
 
     def resident_bytes(self, choose: Callable[[list[float]], float]) -> float:
         """Parameter bytes on one rank, each parameter in the state that ``choose`` (min or max) picks."""
         parameters = [n for n in self.rules if n.meta.get("kind") == "parameter"]
-        return sum(choose([self._resident_bytes(n, r.output) for r in self.rules[n]]) for n in parameters)
+        return sum(
+            choose([self.pricing.resident_bytes(n, r.output) for r in self.rules[n]]) for n in parameters
+        )
+
+    def activation_bytes(self) -> float:
+        """Of every contraction, the smallest activation that it reads or makes, summed up."""
+        total = 0.0
+        for node in self.rules:
+            if op_name(node) in table_contractions.ROWS:
+                tensors = [n for n in (*tensor_inputs(node), node) if n.meta.get("kind") != "parameter"]
+                total += min(tensor_bytes(n) for n in tensors if n in self.facts.differentiable)
+        return total
 
     def read_layout(self, chosen: Mapping[fx.Node, Rule]) -> Layout:
         """States as text, and what they send, counted from the conversions that they need."""

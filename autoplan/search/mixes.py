@@ -57,8 +57,8 @@ class ColumnPricer:
     """Prices columns of one chain, remembering equal ones (same kinds of regions, same stage depth).
 
     A stage holds, at most, all its regions for every micro-batch in flight and its largest transient;
-    ``relaxed`` takes the least transient of the last region instead (its backward starts while all is
-    alive): no more than any run needs, for bounds.
+    ``relaxed`` takes no more than any run needs, for bounds: when the last region of some run starts its
+    backward, all is alive but what comes after it.
     """
 
     def __init__(self, chain: Chain, *, relaxed: bool = False) -> None:
@@ -81,7 +81,7 @@ class ColumnPricer:
         room = self.chain.limit_bytes - self._fixed_bytes(counts, takes)
         room -= self._buffer_bytes(stage, flying, takes, inside=start % 2 == 1)
         if self.relaxed:
-            room -= self._least_transient(self.runs[takes[-1][0]].key)
+            room -= self._least_peak(takes)
         mix = self._mix(counts, flying, float(round(room)))
         if mix is None:
             return None
@@ -99,9 +99,18 @@ class ColumnPricer:
             update_s=sum(kind.update_s * n for kind, n in kinds),
         )
 
-    def _least_transient(self, key: str) -> float:
-        kind = self._kinds[key]
-        return min(t for t, extra_s in zip(kind.transient_bytes, kind.extra_s) if extra_s < NEVER)
+    def _least_peak(self, takes: tuple[tuple[int, int], ...]) -> float:
+        """Bytes alive at some moment beyond the saved tensors of every region, at least.
+
+        The most, over runs, of a run's least transient less what the regions after it can have saved.
+        """
+        after, peak = 0.0, 0.0
+        for run, taken in reversed(takes):
+            kind = self._kinds[self.runs[run].key]
+            legal = [o for o in range(3) if kind.extra_s[o] < NEVER]
+            peak = max(peak, min(kind.transient_bytes[o] for o in legal) - after)
+            after += taken * max(kind.saved_bytes[o] for o in legal)
+        return peak
 
     def _fixed_bytes(self, counts: Counts, takes: tuple[tuple[int, int], ...]) -> float:
         """States and gathered units of a stage, whatever is recomputed; shared parameters once."""

@@ -9,16 +9,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from torch import fx
+
+from autoplan.capture.program import Capture
+from autoplan.errors import BadInputError
+from autoplan.plan import Layout
+from autoplan.regions import Region, find_regions, region_graph
+from autoplan.search.layout import attention_heads, choose_layout
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
 from autoplan_passes.shard import dry_group, shard_region
 from autoplan_passes.states import State, parse_state
-from torch import fx
-
-from autoplan.capture.program import Capture
-from autoplan.plan import Layout
-from autoplan.regions import Region, find_regions, region_graph
-from autoplan.search.layout import attention_heads, choose_layout
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,23 @@ class ModelCosts:
             self.classes.setdefault(region.class_id, region)
         self.names = _class_names(self.classes)
         self._say = say
-        self._graphs: dict[str, dict[int, fx.GraphModule]] = {}
+        self._graphs: dict[tuple[str, int], fx.GraphModule] = {}
         self._measured: dict[tuple[str, int], Measured] = {}
         self._tied = _parameters_of_several_classes(self.regions)
         self._pinned: dict[tuple[str, int], State] = {}
         self._costs: dict[tuple[str, int, int], RegionCost] = {}
 
-    def graphs(self, class_id: str) -> dict[int, fx.GraphModule]:
-        """The class's graphs at the micro-batches that are known."""
-        if class_id not in self._graphs:
-            batches = (self.capture.batch,)
-            if self.capture.batch_form.known:
-                batches = (self.capture.batch, self.capture.batch + 1)
-            region = self.classes[class_id]
-            self._graphs[class_id] = {b: region_graph(self.capture, region, b) for b in batches}
-        return self._graphs[class_id]
+    def _graph(self, class_id: str, batch: int) -> fx.GraphModule:
+        """The class's graph at one micro-batch."""
+        if (class_id, batch) not in self._graphs:
+            self._graphs[class_id, batch] = region_graph(self.capture, self.classes[class_id], batch)
+        return self._graphs[class_id, batch]
 
     def heads(self) -> list[tuple[str, int, int]]:
         """(class name, query heads, key-value heads) of every attention op of the model."""
         found: list[tuple[str, int, int]] = []
         for class_id in self.classes:
-            graph = self.graphs(class_id)[self.capture.batch]
+            graph = self._graph(class_id, self.capture.batch)
             found += [(self.names[class_id], q, kv) for _, q, kv in attention_heads(graph)]
         return found
 
@@ -87,13 +84,23 @@ class ModelCosts:
             self._costs[key] = self.cost_model.region_cost(work, micro_batch, Span(tp, 1))
         return self._costs[key]
 
-    def layouts(self, tp: int) -> dict[str, Layout]:
-        """The layout of every class, by class name."""
-        return {self.names[class_id]: self.measured(class_id, tp).layout for class_id in self.classes}
+    def layouts(self, tp: int, micro_batch: int) -> dict[str, Layout]:
+        """The layout of every class by class name, with the bytes of one micro-batch of that size."""
+        return {self.names[class_id]: self._layout(class_id, tp, micro_batch) for class_id in self.classes}
+
+    def _layout(self, class_id: str, tp: int, micro_batch: int) -> Layout:
+        found = self.measured(class_id, tp)
+        steps = found.work.steps_to(micro_batch)
+        sizes = [(form, form.size.at(steps)) for form in found.work.collectives]
+        return replace(
+            found.layout,
+            collective_bytes_forward=sum(form.forward * size for form, size in sizes),
+            collective_bytes_backward=sum(form.backward * size for form, size in sizes),
+            output_bytes=self.cost(class_id, tp, micro_batch).output_bytes,
+        )
 
     def _measure(self, class_id: str, tp: int) -> Measured:
-        graphs = self.graphs(class_id)
-        base = graphs[self.capture.batch]
+        base = self._graph(class_id, self.capture.batch)
         prices = self.cost_model.layout_prices(Span(tp, 1))
         pinned = {
             node.name: self._pinned[node.meta["source"], tp]
@@ -107,10 +114,22 @@ class ModelCosts:
                 state = parse_state(layout.parameters.get(node.name, "R"))
                 self._pinned[node.meta["source"], tp] = state
         whole = self.measured(class_id, 1).work if tp > 1 else None
-        fused = "flash_attention" in self.cost_model.profile.kernels
-        with dry_group("tp", tp):
-            local = {b: shard_region(graph, layout) for b, graph in graphs.items()}
-            return Measured(layout, measure_region(local, whole=whole, fused_attention=fused))
+        return Measured(layout, self._work(class_id, layout, whole))
+
+    def _work(self, class_id: str, layout: Layout, whole: RegionWork | None) -> RegionWork:
+        """Measure the class's local graphs at two micro-batches; from the second on, where the first takes
+        other kernels (a broadcast over one sample needs no sum in its backward)."""
+        first = self.capture.batch
+        pairs = [(first, first + 1), (first + 1, first + 2)] if self.capture.batch_form.known else [(first,)]
+        for pair in pairs:
+            with dry_group("tp", layout.tp):
+                local = {batch: shard_region(self._graph(class_id, batch), layout) for batch in pair}
+                try:
+                    return measure_region(local, whole=whole, fused_attention=self.cost_model.fused_attention)
+                except BadInputError:
+                    if pair == pairs[-1]:
+                        raise
+        raise AssertionError("no micro-batch pair")
 
     def _order(self, class_id: str) -> list[str]:
         """Classes that share a parameter are laid out together, the last of them (the head) first."""

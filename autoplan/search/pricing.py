@@ -6,15 +6,8 @@ for a candidate, and :class:`Priced`, whose forecast comes from the cost models 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from autoplan_cost_models.collectives import Span
-from autoplan_cost_models.region_cost import RegionCost
-from autoplan_cost_models.stage_memory import memory_limit_bytes
-from autoplan_cost_models.stage_time import dp_span, zero_exposed_s
-from autoplan_cost_models.step import price_plan
-from autoplan_cost_models.training_state import gradient_bytes, state_bytes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import (
@@ -30,6 +23,12 @@ from autoplan.regions import Region
 from autoplan.search.chain import NEVER, Chain, ChainItem, Cut
 from autoplan.search.model_costs import ModelCosts
 from autoplan.search.space import Candidate, Pins
+from autoplan_cost_models.collectives import Span
+from autoplan_cost_models.region_cost import RegionCost
+from autoplan_cost_models.stage_memory import memory_limit_bytes
+from autoplan_cost_models.stage_time import dp_span, zero_exposed_s
+from autoplan_cost_models.step import price_plan
+from autoplan_cost_models.training_state import StateBytes, gradient_bytes, state_bytes
 
 # Where recompute is hidden entirely behind ZeRO-3 traffic it costs nothing; keep the tensors all the same.
 RECOMPUTE_LAST_S = 1e-9
@@ -114,7 +113,7 @@ class Pricing:
         }
         prediction, predictions = price_plan(part, by_layout, self.costs.cost_model, self.workload)
         told = tuple(Stage(stage.regions, p) for stage, p in zip(part.stages, predictions))
-        return Priced(Part(**{**vars(part), "stages": told}), prediction)
+        return Priced(replace(part, stages=told), prediction)
 
     def _kind(self, region: Region) -> tuple[str, str | None]:
         return region.class_id, self.pins.recompute_of(region.name)
@@ -158,7 +157,7 @@ class Pricing:
     def _state_bytes(self, parameter_bytes: float, trainable_numel: float, candidate: Candidate) -> float:
         return self._states(parameter_bytes, trainable_numel, candidate).total
 
-    def _states(self, parameter_bytes: float, trainable_numel: float, candidate: Candidate):
+    def _states(self, parameter_bytes: float, trainable_numel: float, candidate: Candidate) -> StateBytes:
         return state_bytes(
             parameter_bytes,
             trainable_numel,
@@ -205,6 +204,6 @@ class Pricing:
         return tuple(shared)
 
 
-def _three(by_kind: object) -> tuple[float, float, float]:
-    none, selective, full = (by_kind[kind] for kind in RECOMPUTE)  # type: ignore[index]
+def _three(by_kind: Mapping[str, float]) -> tuple[float, float, float]:
+    none, selective, full = (by_kind[kind] for kind in RECOMPUTE)
     return none, selective, full

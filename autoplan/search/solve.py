@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autoplan.search.balance import balanced_cut, fits
 from autoplan.search.chain import NEVER, Chain, quick_bound_s
@@ -64,6 +65,7 @@ def describe(candidate: Candidate) -> str:
 
 
 Ranked = list[tuple[float, Candidate, Chain]]
+BestT = TypeVar("BestT", Priced, Priced | None)
 
 
 def _ranked(pricing: Pricing) -> Ranked:
@@ -96,7 +98,7 @@ def _balanced_plans(
     return best, alive
 
 
-def _better(best: Priced | None, other: Priced) -> Priced | None:
+def _better(best: BestT, other: Priced) -> BestT | Priced:
     """The faster of two plans that fit; of equals the first."""
     if not other.fits:
         return best

@@ -1,1 +1,1 @@
-"""TODO-opening"""
+"""Stage programs and scripts in, readable Python out: stage modules and edited training scripts."""

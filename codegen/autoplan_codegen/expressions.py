@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autoplan.errors import UnsupportedOpError
 
@@ -82,7 +83,11 @@ FUNCTIONS: Mapping[str, str] = {
 }
 """Ops printed as a function of ``torch`` or ``torch.nn.functional`` with the same argument order."""
 
-DEFAULTS: Mapping[str, Any] = {"pin_memory": False, "layout": torch.strided, "memory_format": torch.preserve_format}
+DEFAULTS: Mapping[str, Any] = {
+    "pin_memory": False,
+    "layout": torch.strided,
+    "memory_format": torch.preserve_format,
+}
 """Keyword arguments left out when they have the value torch gives them anyway."""
 
 
@@ -109,7 +114,7 @@ def render(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     keywords = {k: v for k, v in node.kwargs.items() if k not in DEFAULTS or v not in (None, DEFAULTS[k])}
     if target is operator.getitem:
         return f"{arguments[0]}[{arguments[1]}]"
-    name = str(target) if isinstance(target, torch._ops.OpOverload) else ""
+    name = str(target) if isinstance(target, OpOverload) else ""
     if name in OPERATORS and len(arguments) == 2 and not keywords:
         return f"{arguments[0]} {OPERATORS[name]} {arguments[1]}"
     rest = [f"{key}={render_value(value, names)}" for key, value in keywords.items()]
@@ -124,9 +129,9 @@ def render(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def call_name(node: fx.Node) -> str:
-    """How the node's function is written: ``aten.op.overload``, ``torch.ops.lib.op.overload`` or a plain name."""
+    """How the node's function is written: ``aten.op.overload``, ``torch.ops.lib.op.overload`` or a name."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
     if callable(target) and getattr(target, "__module__", "") == "autoplan_passes.collectives":
         return str(target.__name__)
@@ -159,11 +164,9 @@ def _cross_entropy(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 def _slice(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     # aten.slice(self, dim=0, start=None, end=None, step=1)
     source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    value = source.meta["val"] if isinstance(source, fx.Node) else None
-    if value is None or not isinstance(dim, int):
+    if not isinstance(source, fx.Node) or not isinstance(dim, int):
         return f"{call_name(node)}({', '.join(render_value(a, names) for a in node.args)})"
     begin = "" if start in (None, 0) else render_value(start, names)
     stop = "" if end is None or (isinstance(end, int) and end >= 2**62) else render_value(end, names)
     stride = "" if step == 1 else f":{render_value(step, names)}"
-    return f"{names[source]}[{':, ' * (dim % value.dim())}{begin}:{stop}{stride}]"
-
+    return f"{names[source]}[{':, ' * (dim % source.meta['val'].dim())}{begin}:{stop}{stride}]"

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable
 from types import ModuleType
 
-
 _REMARKS = re.compile(r"  # (pyright: ignore|noqa).*")  # for the tools of this project, not for the reader
 
 

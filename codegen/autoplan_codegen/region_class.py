@@ -44,7 +44,7 @@ class RegionClass:
 def emit_region_class(
     graph: fx.GraphModule, name: str, summary: str, frozen: frozenset[str] = frozenset()
 ) -> RegionClass:
-    """Write one region class; ``summary`` is its docstring, ``frozen`` the parameters that are not trained."""
+    """Write one region class; ``summary`` is its docstring, ``frozen`` the parameters not trained."""
     nodes = list(graph.graph.nodes)
     placeholders = {kind: [n for n in nodes if n.meta.get("kind") == kind] for kind in _KINDS}
     buffers = [*placeholders["buffer"], *placeholders["constant"]]
@@ -152,7 +152,8 @@ def _constructor(
         whole = "" if state == "R" else f"  # {state} of {list(node.meta['global_shape'])}"
         yield f"{INDENT * 2}self.{names[node]} = nn.Parameter({_empty(node.meta['val'])}{fixed}){whole}"
     for node in buffers:
-        yield f'{INDENT * 2}self.register_buffer("{names[node]}", {_empty(node.meta["val"])}, persistent=False)'
+        empty = _empty(node.meta["val"])
+        yield f'{INDENT * 2}self.register_buffer("{names[node]}", {empty}, persistent=False)'
     yield ""
 
 

@@ -61,9 +61,8 @@ def find_loop(tree: ast.Module) -> TrainingLoop:
     """Recognise the loop, or raise NotUnderstood."""
     names = Names(tree)
     _refuse_foreign(names)
-    backward = _backward(names)
+    backward, receiver = _backward(names)
     scope = names.scope(backward)
-    receiver = backward.value.func.value  # type: ignore[attr-defined]  # _backward made sure of the form
     optimizer_owner, optimizer, model = _optimizer(names, scope, backward)
     forward, call = _forward(names, backward, model)
     owner, name = model
@@ -98,14 +97,10 @@ def _refuse_foreign(names: Names) -> None:
             raise NotUnderstood(node, "the script uses autoplan already")
 
 
-def _backward(names: Names) -> ast.Expr:
-    """The one statement ``LOSS.backward()``."""
+def _backward(names: Names) -> tuple[ast.Expr, ast.expr]:
+    """The one statement ``LOSS.backward()``, and LOSS."""
     calls = [
-        node
-        for node in ast.walk(names.tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "backward"
+        call for call in ast.walk(names.tree) if isinstance(call, ast.Call) and _method(call) == "backward"
     ]
     if not calls:
         raise NotUnderstood(None, "found no call of `.backward()`")
@@ -118,7 +113,13 @@ def _backward(names: Names) -> ast.Expr:
         raise NotUnderstood(statement, "backward with arguments: expected `loss.backward()`")
     if not isinstance(statement, ast.Expr) or statement.value is not call:
         raise NotUnderstood(statement, "expected `loss.backward()` as a statement of its own")
-    return statement
+    assert isinstance(call.func, ast.Attribute)  # _method
+    return statement, call.func.value
+
+
+def _method(call: ast.Call) -> str:
+    """The name of the method that is called; empty for a function."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 _Variable = tuple[Scope, str]
@@ -126,7 +127,8 @@ _Variable = tuple[Scope, str]
 
 def _optimizer(names: Names, scope: Scope, backward: ast.stmt) -> tuple[Scope, str, _Variable]:
     """The variable that ``.step()`` is called on and that was made from a model's parameters."""
-    stepping = {names.origin(scope, node.func.value.id): node for node in _steps(scope)}  # type: ignore[attr-defined]  # _steps made sure of the form
+    origins = ((names.known_origin(scope, name), call) for name, call in _steps(scope))
+    stepping = {variable: call for variable, call in origins if variable is not None}
     found = {
         variable: models
         for variable in stepping
@@ -141,20 +143,20 @@ def _optimizer(names: Names, scope: Scope, backward: ast.stmt) -> tuple[Scope, s
     call = stepping[owner, optimizer]
     if call.args or call.keywords:
         raise NotUnderstood(names.statement(call), "an optimizer step with a closure")
-    called = {names.origin(scope, c) for c in _called(names.loop(backward))}
+    called = {names.known_origin(scope, c) for c in _called(names.loop(backward))}
     fitting = [name for name in models if (names.owner(owner, name), name) in called] or models
     if len(fitting) != 1:
         raise NotUnderstood(names.bindings(owner, optimizer)[0], "cannot tell which model it trains")
     return owner, optimizer, (names.owner(owner, fitting[0]), fitting[0])
 
 
-def _steps(scope: Scope) -> Iterator[ast.Call]:
-    """Every ``NAME.step(...)`` in the scope."""
+def _steps(scope: Scope) -> Iterator[tuple[str, ast.Call]]:
+    """Every ``NAME.step(...)`` in the scope, with NAME."""
     for node in ast.walk(scope):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         if node.func.attr == "step" and isinstance(node.func.value, ast.Name):
-            yield node
+            yield node.func.value.id, node
 
 
 def _made_from_others(names: Names, variable: _Variable, others: Iterable[_Variable]) -> bool:
@@ -265,7 +267,7 @@ def _forward(names: Names, backward: ast.stmt, model: _Variable) -> tuple[ast.st
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and names.scope(node) is scope
-        and names.origin(scope, node.func.id) == model
+        and names.known_origin(scope, node.func.id) == model
     ]
     if not found:
         raise NotUnderstood(backward, f"found no call of the model `{model[1]}` before it in the same block")

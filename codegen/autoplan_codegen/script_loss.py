@@ -169,10 +169,9 @@ def _returns_loss(loop: TrainingLoop, path: list[ast.stmt]) -> bool:
     """Whether the loss is what the model returns, or its ``loss``, with nothing done to it."""
     if not path:
         return _is_loss_of(loop.loss, lambda node: node is loop.call)
-    value: ast.expr | None = getattr(path[0], "value", None)
-    target = _only_target(path[0])
+    value, target = _value(path[0]), _only_target(path[0])
     whole = value is loop.call
-    is_loss = value is not None and _is_loss_of(value, lambda node: node is loop.call)
+    is_loss = _is_loss_of(value, lambda node: node is loop.call)
     if len(path) == 1 and isinstance(loop.loss, ast.Name):
         if isinstance(target, ast.Name):
             return is_loss
@@ -181,11 +180,12 @@ def _returns_loss(loop: TrainingLoop, path: list[ast.stmt]) -> bool:
     if not whole or not isinstance(target, ast.Name):
         return False
     outputs = target.id
-    last = loop.loss if len(path) == 1 else getattr(path[1], "value", None)
+    last = loop.loss if len(path) == 1 else _value(path[1])
     simple = len(path) == 1 or (len(path) == 2 and isinstance(path[1], ast.Assign | ast.AnnAssign))
-    is_outputs: Callable[[ast.expr], bool] = lambda node: isinstance(node, ast.Name) and node.id == outputs  # noqa: E731 - short
     plain = len(path) == 1 or isinstance(loop.loss, ast.Name)
-    return simple and plain and last is not None and _is_loss_of(last, is_outputs)
+    if not simple or not plain:
+        return False
+    return _is_loss_of(last, lambda node: isinstance(node, ast.Name) and node.id == outputs)
 
 
 def _only_target(statement: ast.stmt) -> ast.expr:
@@ -218,7 +218,7 @@ def _loss_function(
     if not path:
         return ("def loss_fn(outputs, inputs):", f"    return {written(loop.loss)}"), frozenset(closure)
     first, *rest = path
-    value: ast.expr = first.value  # type: ignore[attr-defined]  # an assignment, as _forward made sure
+    value = _value(first)
     target = _only_target(first)
     outputs = target.id if isinstance(target, ast.Name) and value is loop.call else "outputs"
     lines = [f"def loss_fn({outputs}, inputs):"]
@@ -228,7 +228,7 @@ def _loss_function(
         lines.append(f"    {text.of(target)} = {written(value)}")
     for statement in rest:
         operator = _operator(text, statement)
-        lines.append(f"    {text.of(_only_target(statement))} {operator} {written(statement.value)}")  # type: ignore[attr-defined]
+        lines.append(f"    {text.of(_only_target(statement))} {operator} {written(_value(statement))}")
     result = written(loop.loss)
     head, _, tail = lines[-1].strip().partition(" = ")
     if len(lines) > 1 and head == result and tail:
@@ -236,6 +236,13 @@ def _loss_function(
     else:
         lines.append(f"    return {result}")
     return tuple(line for whole in lines for line in whole.splitlines()), frozenset(closure)
+
+
+def _value(statement: ast.stmt) -> ast.expr:
+    """What is assigned; statements on the way to the loss are assignments of a value."""
+    value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) else None
+    assert value is not None
+    return value
 
 
 def _operator(text: ScriptText, statement: ast.stmt) -> str:
@@ -248,8 +255,8 @@ def _operator(text: ScriptText, statement: ast.stmt) -> str:
 
 def _leaves(node: ast.AST, call: ast.Call) -> Iterator[ast.expr]:
     """Variables as they are read, in order: ``x``, ``batch["y"]``, ``y.to(device)``, the model's call."""
-    if node is call or (isinstance(node, ast.expr) and _is_leaf(node)):
-        yield node  # type: ignore[misc]  # the model's call is an expression too
+    if isinstance(node, ast.expr) and (node is call or _is_leaf(node)):
+        yield node
         return
     for child in ast.iter_child_nodes(node):
         yield from _leaves(child, call)

@@ -89,6 +89,13 @@ class Names:
             raise NotUnderstood(calls[0], f"what is passed as `{name}` is not a plain variable")
         return self.origin(self.scope(calls[0]), passed.id)
 
+    def known_origin(self, scope: Scope, name: str) -> tuple[Scope, str] | None:
+        """:meth:`origin`, or None where the script does not show it."""
+        try:
+            return self.origin(scope, name)
+        except NotUnderstood:
+            return None
+
     def calls(self, function: Function) -> list[ast.Call]:
         """Where the script calls this function by its name."""
         return [

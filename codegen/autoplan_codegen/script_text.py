@@ -36,9 +36,9 @@ class ScriptText:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Start and end of a node that has a position."""
-        line, column = getattr(node, "lineno"), getattr(node, "col_offset")  # noqa: B009 - ast.AST lacks them
-        end_line, end_column = getattr(node, "end_lineno"), getattr(node, "end_col_offset")  # noqa: B009
-        return self._lines[line - 1] + column, self._lines[end_line - 1] + end_column
+        assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno and node.end_col_offset is not None
+        start = self._lines[node.lineno - 1] + node.col_offset
+        return start, self._lines[node.end_lineno - 1] + node.end_col_offset
 
     def of(self, node: ast.AST, replacements: Sequence[tuple[ast.AST, str]] = ()) -> str:
         """The node as written, with some nodes inside it written otherwise."""

@@ -183,8 +183,8 @@ def keep_on_the_host(loop: TrainingLoop, text: ScriptText) -> None:
     """Take ``.to(device)`` off the model before it is cut: each rank moves its own piece."""
     for statement in loop.names.bindings(loop.owner, loop.model):
         value = getattr(statement, "value", None)
-        if isinstance(value, ast.Call) and moves_to_device(value):
-            inner = value.func.value  # type: ignore[attr-defined]  # moves_to_device: a method's call
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and moves_to_device(value):
+            inner = value.func.value
             if dotted(inner) == loop.model:
                 text.remove(statement)
             else:

@@ -104,6 +104,7 @@ def _classes(
         name = _class_name(call, taken)
         layout = facts.layouts.get(call.layout, "")
         summary = f"{runs_text(regions)}{f': {layout}' if layout else ''}."
+        summary = "Masks and tables that depend on no parameter." if call.is_side else summary
         classes[call.graph_key] = emit_region_class(graphs[call.graph_key], name, summary, facts.frozen)
     return classes
 
@@ -133,25 +134,33 @@ def _follows(before: str, after: str) -> bool:
 
 
 def _opening(program: StageProgram, facts: StageFacts) -> str:
-    names = [call.region.name for call in program.calls]
+    names = [call.region.name for call in program.calls if not call.is_side]
+    made = [name for call in program.calls if call.is_side for name in call.region.outputs]
     recomputed = {
-        kind: [call.region.name for call in program.calls if call.recompute == kind] for kind in ("selective", "full")
+        kind: [call.region.name for call in program.calls if call.recompute == kind]
+        for kind in ("selective", "full")
     }
     keywords = [facts.input_keywords.get(name, name) for name in program.user_inputs]
     lines = [
         f"Stage {program.index} of {program.count} of {facts.model}: {runs_text(names)}.",
         "",
-        f"Mesh {facts.mesh}, micro-batch {facts.micro_batch} samples a rank. Written by autoplan; needs torch alone.",
+        f"Mesh {facts.mesh}, micro-batch of {facts.micro_batch}. Written by autoplan; needs torch alone.",
         f"Reads of the batch: {', '.join(keywords) or 'nothing'}.",
     ]
-    lines += [f"Recomputed in the backward ({kind}): {runs_text(who)}." for kind, who in recomputed.items() if who]
+    lines += [f"Made here, not received: {', '.join(made)}."] if made else []
+    lines += [
+        f"Recomputed in the backward ({kind}): {runs_text(who)}." for kind, who in recomputed.items() if who
+    ]
     return "\n".join(lines)
 
 
 def _imports(recompute: set[str], imports: Sequence[str]) -> str:
     lines = {"import torch", "import torch.nn.functional as F", "from torch import nn", *imports}
     if recompute & {"full", "selective"}:
-        names = ["checkpoint", *(["create_selective_checkpoint_contexts"] if "selective" in recompute else [])]
+        names = [
+            "checkpoint",
+            *(["create_selective_checkpoint_contexts"] if "selective" in recompute else []),
+        ]
         lines.add(f"from torch.utils.checkpoint import {', '.join(names)}")
     return "\n".join(sorted(lines, key=lambda line: (line.startswith("from"), line)))
 
@@ -221,7 +230,10 @@ def _value_names(program: StageProgram, facts: StageFacts) -> dict[str, str]:
         for value in outputs:
             if value not in names:
                 last = value == program.loss
-                claim(value, "loss" if last else call_attribute(call) + ("_out" if len(outputs) == 1 else f"_{value}"))
+                claim(
+                    value,
+                    "loss" if last else call_attribute(call) + ("_out" if len(outputs) == 1 else f"_{value}"),
+                )
     return names
 
 
@@ -232,8 +244,14 @@ def _calls(program: StageProgram, names: Mapping[str, str]) -> list[str]:
     for index, call in enumerate(program.calls):
         inputs = ", ".join(names[value] for value in call.region.inputs)
         outputs = ", ".join(names[value] for value in call.region.outputs)
-        freed = [names[value] for value in dict.fromkeys(call.region.inputs) if last_use[value] == index and value not in kept]
-        lines.append(f"{outputs} = {_call_text(call, inputs)}" + (f"; del {', '.join(freed)}" if freed else ""))
+        freed = [
+            names[value]
+            for value in dict.fromkeys(call.region.inputs)
+            if last_use[value] == index and value not in kept
+        ]
+        lines.append(
+            f"{outputs} = {_call_text(call, inputs)}" + (f"; del {', '.join(freed)}" if freed else "")
+        )
     return lines
 
 
@@ -255,7 +273,7 @@ def _returned(program: StageProgram, names: Mapping[str, str]) -> str:
 def _parameter_rows(
     program: StageProgram, classes: Mapping[GraphKey, RegionClass]
 ) -> tuple[tuple[ParameterRow, ...], dict[str, str]]:
-    """The stage's parameters, each once, and the paths tied to them (one storage: read twice, placed alike)."""
+    """The stage's parameters, each once, and the paths tied to them (one storage, read twice)."""
     rows: dict[tuple[str, str], ParameterRow] = {}
     tied: dict[str, str] = {}
     for call in program.calls:
@@ -292,7 +310,10 @@ def buffer_sources(call: RegionCall, graph: fx.GraphModule) -> list[str]:
     """The model's names of the buffers and constants of a call, in the order of the graph's placeholders."""
     kinds = ("buffer", "constant")
     sources = [
-        str(node.meta["source"]) for kind in kinds for node in graph.graph.nodes if node.meta.get("kind") == kind
+        str(node.meta["source"])
+        for kind in kinds
+        for node in graph.graph.nodes
+        if node.meta.get("kind") == kind
     ]
     own = call.region.buffers
     return list(own) if len(own) == len(sources) else sources

@@ -147,9 +147,10 @@ def _run_backward(node: fx.Node, needing: frozenset[fx.Node], gradients: _Gradie
         if source not in needing:
             continue
         is_parameter = source.op == "placeholder" and source.meta.get("kind") == "parameter"
+        same_buffer = hands_on and node_bytes(source) == node_bytes(node)
         if is_parameter or source in gradients.buffer_of:
-            temporary += node_bytes(source)
-        elif hands_on and node_bytes(source) == node_bytes(node):
+            temporary += 0 if is_parameter and same_buffer else node_bytes(source)
+        elif same_buffer:
             gradients.share(node, source)
         else:
             gradients.allocate(source)

@@ -52,8 +52,7 @@ def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
     if is_contraction(node):
         kind, forward, backward = contraction_kernels(node, needing)
     else:
-        if not calls_forward and not calls_backward and "collective" not in node.meta:
-            refuse_unpriced_contraction(node)
+        refuse_unpriced_contraction(node)
         forward, backward = memory_kernels(node, needing)
         kind = "free" if is_free(node) else "memory"
         if op_name(node) in PURE_COLLECTIVES:

@@ -6,6 +6,7 @@ stages. Goes out: a :class:`Timeline`, a proved lower bound, and how many micro-
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -33,9 +34,6 @@ class Timeline:
     makespan_s: float
     events: tuple[tuple[Event, ...], ...]
     bubble_s: float
-
-    def end_s(self, stage: int) -> float:
-        return self.events[stage][-1].end_s
 
 
 Slot = tuple[Literal["forward", "backward"], int]
@@ -82,50 +80,81 @@ def simulate(
     occupies no stage. Empty: no latency. Forward i needs forward i of the stage before; backward i
     needs forward i here and backward i of the stage after.
     """
+    ends = finish_times(schedule, forward_s, backward_s, microbatches, hop_s)
+    stages = len(forward_s)
+    durations = {"forward": forward_s, "backward": backward_s}
+    events: list[tuple[Event, ...]] = []
+    for stage in range(stages):
+        order = slots(schedule, stage, stages, microbatches)
+        events.append(
+            tuple(
+                Event(kind, stage, i, end - durations[kind][stage], end)
+                for (kind, i), end in zip(order, ends[stage])
+            )
+        )
+    makespan = max(stage_ends[-1] for stage_ends in ends)
+    busy = max(microbatches * (f + b) for f, b in zip(forward_s, backward_s))
+    return Timeline(makespan, tuple(events), makespan - busy)
+
+
+def finish_times(
+    schedule: str,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    microbatches: int,
+    hop_s: Sequence[float] = (),
+) -> list[list[float]]:
+    """When each slot of each stage ends (see :func:`simulate`), without building events."""
     stages = len(forward_s)
     hops = tuple(hop_s) or (0.0,) * (stages - 1)
     orders = [slots(schedule, stage, stages, microbatches) for stage in range(stages)]
-    done: dict[tuple[str, int, int], float] = {}
-    events: list[list[Event]] = [[] for _ in range(stages)]
+    arrived = _Arrivals(stages, microbatches)
+    ends: list[list[float]] = [[] for _ in range(stages)]
     waiting = sum(len(order) for order in orders)
     while waiting:
         for stage, order in enumerate(orders):
-            ran = _advance(stage, order, events[stage], done, hops, (forward_s[stage], backward_s[stage]))
-            waiting -= ran
-    makespan = max(stage[-1].end_s for stage in events)
-    busy = max(microbatches * (f + b) for f, b in zip(forward_s, backward_s))
-    return Timeline(makespan, tuple(tuple(stage) for stage in events), makespan - busy)
+            waiting -= _advance(
+                stage, order, ends[stage], arrived, hops, (forward_s[stage], backward_s[stage])
+            )
+    return ends
+
+
+class _Arrivals:
+    """When the input of each micro-batch's forward and backward arrives at each stage; NaN: not yet."""
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        unknown = math.nan
+        self.forward = [[unknown] * microbatches for _ in range(stages)]
+        self.backward = [[unknown] * microbatches for _ in range(stages)]
+        self.forward[0] = [0.0] * microbatches
+        self.backward[-1] = [0.0] * microbatches
 
 
 def _advance(
     stage: int,
     order: tuple[Slot, ...],
-    events: list[Event],
-    done: dict[tuple[str, int, int], float],
+    ends: list[float],
+    arrived: _Arrivals,
     hops: Sequence[float],
     durations: tuple[float, float],
 ) -> int:
     """Run this stage's slots until one waits for another stage; how many ran."""
-    before = len(events)
-    last_stage = len(hops)
-    while len(events) < len(order):
-        kind, microbatch = order[len(events)]
-        ready = 0.0
-        if kind == "forward" and stage > 0:
-            sent = done.get(("forward", stage - 1, microbatch))
-            if sent is None:
-                break
-            ready = sent + hops[stage - 1]
-        if kind == "backward" and stage < last_stage:
-            sent = done.get(("backward", stage + 1, microbatch))
-            if sent is None:
-                break
-            ready = sent + hops[stage]
-        start = max(ready, events[-1].end_s if events else 0.0)
-        end = start + durations[kind == "backward"]
-        done[kind, stage, microbatch] = end
-        events.append(Event(kind, stage, microbatch, start, end))
-    return len(events) - before
+    before = len(ends)
+    clock = ends[-1] if ends else 0.0
+    forward, backward = arrived.forward[stage], arrived.backward[stage]
+    while len(ends) < len(order):
+        kind, microbatch = order[len(ends)]
+        going_forward = kind == "forward"
+        ready = forward[microbatch] if going_forward else backward[microbatch]
+        if ready != ready:  # NaN: its input has not been sent
+            break
+        clock = max(clock, ready) + durations[not going_forward]
+        ends.append(clock)
+        if going_forward and stage < len(hops):
+            arrived.forward[stage + 1][microbatch] = clock + hops[stage]
+        elif not going_forward and stage > 0:
+            arrived.backward[stage - 1][microbatch] = clock + hops[stage - 1]
+    return len(ends) - before
 
 
 def lower_bound_1f1b(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:

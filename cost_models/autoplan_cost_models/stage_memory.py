@@ -104,7 +104,7 @@ def stage_memory(
     The peak is the worst region's: while region r runs backward, the oldest micro-batch's later regions
     are freed already, its regions up to r are alive, and so are all regions of the others in flight.
     """
-    worst = _worst_region(regions, setting.in_flight)
+    worst = _worst_region(regions)
     items = [
         *_state_items(regions, setting),
         *gathered_items(regions, setting),
@@ -117,14 +117,13 @@ def stage_memory(
     return sum(item.bytes for item in named), named
 
 
-def _worst_region(regions: Sequence[PlacedRegion], in_flight: int) -> int:
-    """The region in whose backward most is alive."""
+def _worst_region(regions: Sequence[PlacedRegion]) -> int:
+    """The region in whose backward most is alive (the other micro-batches add the same to every region)."""
     alive = 0.0
     peaks: list[float] = []
     for region in regions:
         alive += region.cost.saved_bytes[region.recompute]
         peaks.append(alive + region.cost.transient_bytes[region.recompute])
-    del in_flight  # the other micro-batches add the same to every region
     return max(range(len(regions)), key=lambda index: peaks[index])
 
 

@@ -15,7 +15,7 @@ from autoplan.plan import MemoryItem, Part, Prediction, RegionPlan, StagePredict
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.compute import DTYPE_FALLBACKS
 from autoplan_cost_models.region_cost import CostModel, RegionCost
-from autoplan_cost_models.schedule import Timeline, in_flight, simulate
+from autoplan_cost_models.schedule import finish_times, in_flight
 from autoplan_cost_models.stage_memory import (
     PlacedRegion,
     StageSetting,
@@ -63,10 +63,7 @@ def price_plan(
     """
     stages = _price_stages(part, costs, cost_model, workload)
     hops = _hop_seconds(part, stages, cost_model)
-    forward = [stage.seconds.forward for stage in stages]
-    backward = [stage.seconds.backward for stage in stages]
-    timeline = simulate(part.schedule, forward, backward, part.microbatches, hops)
-    breakdown = _breakdown(part, stages, hops, timeline, _tied_sync_s(part, stages, cost_model, workload))
+    breakdown = _breakdown(part, stages, hops, _tied_sync_s(part, stages, cost_model, workload))
     step_s = sum(breakdown.values())
     model_flops = _model_flops(part, stages)
     peak_flops = part.mesh.devices * step_s * peak_flops_per_s(cost_model.profile, workload.dtype)
@@ -135,29 +132,32 @@ def _hop_seconds(part: Part, stages: Sequence[PricedStage], cost_model: CostMode
 
 
 def _breakdown(
-    part: Part,
-    stages: Sequence[PricedStage],
-    hops: Sequence[float],
-    timeline: Timeline,
-    tied_sync_s: float,
+    part: Part, stages: Sequence[PricedStage], hops: Sequence[float], tied_sync_s: float
 ) -> dict[str, float]:
     """Seconds by cause; they sum to the step. p2p is what the schedule loses to its hops."""
-    forward = [stage.seconds.forward for stage in stages]
-    backward = [stage.seconds.backward for stage in stages]
-    free = simulate(part.schedule, forward, backward, part.microbatches) if any(hops) else timeline
+    last = _last_ends(part, stages, hops)
+    makespan = max(last)
+    without_hops = max(_last_ends(part, stages, ())) if any(hops) else makespan
     busiest = max((stage.seconds for stage in stages), key=lambda s: s.forward + s.backward)
     m = part.microbatches
-    synced = max(timeline.end_s(i) + stage.seconds.gradient_sync for i, stage in enumerate(stages))
+    synced = max(end + stage.seconds.gradient_sync for end, stage in zip(last, stages))
     return {
         "compute": m * (busiest.forward_compute + busiest.backward_compute),
         "recompute": m * busiest.recompute,
         "tp_communication": m * busiest.tp_communication,
         "zero_gather": m * busiest.zero_gather,
-        "pipeline_bubble": max(0.0, free.bubble_s),
-        "p2p": timeline.makespan_s - free.makespan_s,
-        "gradient_sync": synced - timeline.makespan_s + tied_sync_s,
+        "pipeline_bubble": max(0.0, without_hops - m * (busiest.forward + busiest.backward)),
+        "p2p": max(0.0, makespan - without_hops),
+        "gradient_sync": synced - makespan + tied_sync_s,
         "optimizer": max(stage.seconds.optimizer for stage in stages),
     }
+
+
+def _last_ends(part: Part, stages: Sequence[PricedStage], hops: Sequence[float]) -> list[float]:
+    """When each stage's last backward ends."""
+    forward = [stage.seconds.forward for stage in stages]
+    backward = [stage.seconds.backward for stage in stages]
+    return [ends[-1] for ends in finish_times(part.schedule, forward, backward, part.microbatches, hops)]
 
 
 def _tied_sync_s(
@@ -197,6 +197,8 @@ def _estimated(
     kinds = {0: ("all_reduce",), 3: ("all_gather", "reduce_scatter")}.get(part.zero, ("reduce_scatter",))
     for kind in kinds:
         names |= cost_model.links.estimated(kind, dp_span(mesh))
+    if part.zero == 3 and mesh.dp > 1:
+        names.add("slowdown of overlapped communication")
     if mesh.pp > 1:
         names |= cost_model.links.estimated("p2p", Span(2, mesh.tp * mesh.dp))
     quantities = {

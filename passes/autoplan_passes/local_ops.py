@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autoplan.errors import BadPlanError
-from autoplan_passes.calls import Call, first_tensor, op_name, tensor_inputs
+from autoplan_passes.calls import Call, first_tensor, op_name, shape_of, tensor_inputs
 from autoplan_passes.implementations import AVERAGE, IMPLEMENTATIONS, scaled
 from autoplan_passes.rows import Local
 from autoplan_passes.rules import Rule, row_of
@@ -55,7 +55,10 @@ def _replaced(
 def _with_local_sizes(
     graph: fx.Graph, node: fx.Node, rule: Rule, inputs: Mapping[fx.Node, fx.Node], ways: int
 ) -> fx.Node:
-    """``view(x, [2, 16, 8, 64]) -> reshape(x, [2, 16, 4, 64])``; reshape, as strides may differ by chip."""
+    """``view(x, [2, 16, 8, 64]) -> reshape(x, [2, 16, 4, 64])``; reshape, as strides may differ by chip.
+
+    A squeeze of all dims of size 1 names them, since a cut dim may come to have size 1 too.
+    """
     local = graph.node_copy(node, inputs.__getitem__)
     row = row_of(node)
     if row is not None and row.sizes is not None and rule.is_cut:
@@ -65,6 +68,9 @@ def _with_local_sizes(
         output = local_shape(call.output, rule.output, ways)
         inputs_states = tuple(states[n] for n in call.tensors)
         set_arguments(local, call, row.sizes(Local(call, inputs_states, rule.output, shapes, output, ways)))
+    if local.target is torch.ops.aten.squeeze.default:
+        ones = [d for d, n in enumerate(shape_of(Call(node).tensors[0])) if n == 1]
+        local.target, local.args = torch.ops.aten.squeeze.dims, (local.args[0], ones)
     if local.target in VIEWS:
         local.target = torch.ops.aten.reshape.default
     return local

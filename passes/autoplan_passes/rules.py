@@ -18,7 +18,7 @@ from autoplan_passes.dims import ADDEND, FACTOR, OUTPUT, Cut, Form, carry, narro
 from autoplan_passes.rows import Choice, Row
 from autoplan_passes.states import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRADIENT, State, divides, shard
 
-ROWS: Mapping[str, Row] = {
+ROWS: dict[str, Row] = {
     **table_pointwise.ROWS,
     **table_contractions.ROWS,
     **table_dims.ROWS,

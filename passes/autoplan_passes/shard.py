@@ -75,6 +75,11 @@ def parameter_states(graph: fx.GraphModule, layout: Layout) -> dict[fx.Node, Sta
 def shard_region(graph: fx.GraphModule, layout: Layout, axis: str = AXIS) -> fx.GraphModule:
     """The graph of one rank of ``layout.tp``, with local shapes in ``meta["val"]``.
 
+    ::
+
+        y = linear(x, p_up); z = linear(gelu(y), p_down)
+        --> x_1 = copy_to(x, "tp"); y = linear(x_1, p_up); z = reduce_from(linear(gelu(y), p_down), "tp")
+
     Placeholders keep their order; parameters get ``meta["state"]`` and ``meta["global_shape"]``. Every node
     that sends has ``meta["collective"]``: tuples (sent forward, sent backward, bytes, bytes, axis).
     """

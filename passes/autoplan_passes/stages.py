@@ -34,6 +34,11 @@ class RegionCall:
     recompute: str = "none"
 
     @property
+    def is_side(self) -> bool:
+        """Whether the call makes masks and tables here that an earlier stage makes too."""
+        return self.region.name.startswith(f"{SIDE}.") and not self.region.parameters and not self.layout
+
+    @property
     def graph_key(self) -> tuple[str, str]:
         """Calls with equal keys run the same local graph."""
         return (self.region.class_id, self.layout)
@@ -171,7 +176,10 @@ def _side_call(nodes: Mapping[str, fx.Node], stage: int, foreign: Iterable[str])
         outputs=outputs,
         parameters=(),
         buffers=tuple(
-            str(leaf.meta["source"]) for kind in ("buffer", "constant") for leaf in leaves if leaf.meta["kind"] == kind
+            str(leaf.meta["source"])
+            for kind in ("buffer", "constant")
+            for leaf in leaves
+            if leaf.meta["kind"] == kind
         ),
     )
     return RegionCall(region)

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoplan_passes.calls import Call
 from autoplan_passes.dims import ADDEND, FACTOR, NONLINEAR, Dims, Form
-from autoplan_passes.patterns import form_from_names, letters, reduction
+from autoplan_passes.patterns import form_from_names, letters
 from autoplan_passes.rows import Choice, Local, Row
 from autoplan_passes.states import PARTIAL, REPLICATE, shard
 
@@ -174,5 +174,4 @@ ROWS: Mapping[str, Row] = {
     "aten.cross_entropy_loss": Row(_cross_entropy_form, special=_cut_classes),
     "aten.mse_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
     "aten.l1_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
-    "aten.linalg_vecdot": Row(reduction(linear=True)),
 }

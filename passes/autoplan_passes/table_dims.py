@@ -23,10 +23,11 @@ def view_form(call: Call) -> Form:
 
 
 def _moved(order: Callable[[Call], Kept]) -> FormOf:
-    """Output dim i is input dim ``order[i]``, or a new dim of size 1 (None)."""
+    """Output dim i is input dim ``order[i]``, or a new dim of size 1 (None); dims left out are not cut."""
 
     def form_of(call: Call) -> Form:
-        names = [f"d{i}" for i in range(len(call.shapes[0]))]
+        kept = set(order(call))
+        names = [f"d{i}" + "!" * (i not in kept) for i in range(len(call.shapes[0]))]
         output = [f"new{i}" if d is None else names[d] for i, d in enumerate(order(call))]
         return form_from_names(call, [names], output, ADDEND)
 

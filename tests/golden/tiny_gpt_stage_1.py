@@ -1,6 +1,6 @@
 """Stage 1 of 2 of tiny_gpt: blocks.1, head.
 
-Mesh pp 2 x dp 1 x tp 2, micro-batch 2 samples a rank. Written by autoplan; needs torch alone.
+Mesh pp 2 x dp 1 x tp 2, micro-batch of 2. Written by autoplan; needs torch alone.
 Reads of the batch: labels.
 Recomputed in the backward (selective): head.
 Recomputed in the backward (full): blocks.1.

@@ -6,8 +6,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 def build_model():
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, vocab_size=96, max_position_embeddings=32, tie_word_embeddings=False,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=96,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
     )
     return LlamaForCausalLM(config)
 
