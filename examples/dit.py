@@ -8,8 +8,7 @@ CHANNELS, SIZE, PATCH, HIDDEN, HEADS, LAYERS, CLASSES, STEPS = 4, 16, 2, 128, 4,
 
 
 def sinusoids(t, width):
-    frequencies = torch.exp(-9.2 * torch.arange(width // 2, device=t.device) / (width // 2))
-    angles = t[:, None].float() * frequencies
+    angles = t[:, None] * torch.exp(-9.2 * torch.arange(width // 2, device=t.device) / (width // 2))
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
@@ -22,9 +21,8 @@ class Block(nn.Module):
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(HIDDEN, 6 * HIDDEN))
 
     def forward(self, x, condition):
-        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = (
-            self.modulation(condition).unsqueeze(1).chunk(6, dim=-1)
-        )
+        modulation = self.modulation(condition).unsqueeze(1)
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = modulation.chunk(6, dim=-1)
         y = self.norm_1(x) * (1 + scale_1) + shift_1
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(y).chunk(3, dim=-1))
         x = x + gate_1 * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
@@ -48,10 +46,8 @@ class DiT(nn.Module):
         condition = self.time(sinusoids(timesteps, HIDDEN).to(x.dtype)) + self.classes(classes)
         for block in self.blocks:
             x = block(x, condition)
-        predicted = F.pixel_shuffle(
-            self.head(self.norm(x)).transpose(1, 2).unflatten(-1, (SIZE // PATCH, -1)), PATCH
-        )
-        return F.mse_loss(predicted, noise)
+        patches = self.head(self.norm(x)).transpose(1, 2).unflatten(-1, (SIZE // PATCH, -1))
+        return F.mse_loss(F.pixel_shuffle(patches, PATCH), noise)
 
 
 def build_model():
@@ -60,8 +56,5 @@ def build_model():
 
 def example_inputs(batch_size):
     images, noise = torch.randn(2, batch_size, CHANNELS, SIZE, SIZE)
-    labels = {
-        "timesteps": torch.randint(STEPS, (batch_size,)),
-        "classes": torch.randint(CLASSES, (batch_size,)),
-    }
-    return {"images": images, "noise": noise, **labels}
+    timesteps, classes = torch.randint(STEPS, (batch_size,)), torch.randint(CLASSES, (batch_size,))
+    return {"images": images, "noise": noise, "timesteps": timesteps, "classes": classes}

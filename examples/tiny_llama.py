@@ -1,14 +1,11 @@
 """A tiny Llama written by hand: rotary positions, RMS norms, gated MLP and grouped-query heads."""
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 512, 128, 8, 4, 352, 4
 HEAD = HIDDEN // HEADS
-linear, norm = partial(nn.Linear, bias=False), partial(nn.RMSNorm, eps=1e-5)
 
 
 def rotate(x, cos, sin):
@@ -16,24 +13,20 @@ def rotate(x, cos, sin):
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-class Attention(nn.Module):
+class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.q, self.k, self.v = (linear(HIDDEN, heads * HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS))
-        self.o = linear(HEADS * HEAD, HIDDEN)
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(HIDDEN, eps=1e-5), nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.q, self.o = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.k, self.v = (nn.Linear(HIDDEN, KV_HEADS * HEAD, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(HIDDEN, FFN, bias=False) for _ in range(2))
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
 
-    def forward(self, x, cos, sin):
+    def attention(self, x, cos, sin):
         q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention_norm, self.attention, self.mlp_norm = norm(HIDDEN), Attention(), norm(HIDDEN)
-        self.gate, self.up, self.down = linear(HIDDEN, FFN), linear(HIDDEN, FFN), linear(FFN, HIDDEN)
 
     def forward(self, x, cos, sin):
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -44,17 +37,14 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm, self.head = (
-            nn.Embedding(VOCAB, HIDDEN),
-            norm(HIDDEN),
-            linear(HIDDEN, VOCAB),
-        )
+        self.embedding, self.norm = nn.Embedding(VOCAB, HIDDEN), nn.RMSNorm(HIDDEN, eps=1e-5)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.register_buffer("frequencies", 1e4 ** -(torch.arange(0, HEAD, 2) / HEAD), persistent=False)
 
     def forward(self, tokens, labels):
-        x = self.embedding(tokens)
-        angles = torch.outer(torch.arange(tokens.shape[1], device=x.device), self.frequencies).repeat(1, 2)
+        x, positions = self.embedding(tokens), torch.arange(tokens.shape[1], device=tokens.device)
+        angles = torch.outer(positions, self.frequencies).repeat(1, 2)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)

@@ -33,9 +33,7 @@ class VisionLanguage(nn.Module):
         self.patches = nn.Conv2d(3, VISION, PATCH, stride=PATCH)
         self.patch_positions = nn.Parameter(0.02 * torch.randn(1, IMAGE_TOKENS, VISION))
         self.vision = nn.ModuleList(Block(VISION, 4, causal=False) for _ in range(VISION_LAYERS))
-        self.projector = nn.Sequential(
-            nn.LayerNorm(VISION), nn.Linear(VISION, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN)
-        )
+        self.projector = nn.Sequential(nn.LayerNorm(VISION), nn.Linear(VISION, HIDDEN), nn.GELU())
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.positions = nn.Parameter(0.02 * torch.randn(1, IMAGE_TOKENS + CONTEXT, HIDDEN))
         self.decoder = nn.ModuleList(Block(HIDDEN, 6, causal=True) for _ in range(LAYERS))

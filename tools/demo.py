@@ -39,6 +39,7 @@ def steps(out: str) -> list[tuple[str, str]]:
             f"autoplan apply {out}/gpt.yaml examples/train.py -o {out}/train_autoplan.py",
         ),
         ("Train on two CPU ranks under the plan", f"autoplan run {out}/gpt.yaml examples/train.py"),
+        ("The same script, unchanged, on one process: the same losses", "python examples/train.py"),
     ]
 
 
@@ -51,7 +52,8 @@ def main() -> int:
     for title, command in steps(out):
         print(f"\n== {title}\n$ {command}", flush=True)
         start = time.perf_counter()
-        arguments = [sys.executable, "-m", "autoplan", *shlex.split(command)[1:]]
+        program, *rest = shlex.split(command)
+        arguments = [sys.executable, *(["-m", "autoplan"] if program == "autoplan" else []), *rest]
         code = subprocess.run(arguments, cwd=ROOT, env=environment, check=False).returncode
         print(f"({time.perf_counter() - start:.1f} s)", flush=True)
         if code:

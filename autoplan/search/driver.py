@@ -86,9 +86,8 @@ def search_capture(
     costs = ModelCosts(capture, CostModel(profile, capture.dtype), say)
     if request.optimizer is None:
         assumptions.append("optimizer adamw (--optimizer)")
-    assumptions += [
-        f"{name} {n} (--{name} N)" for name, n in capture.sizes.items() if name not in (request.sizes or {})
-    ]
+    if not request.sizes:
+        assumptions.append(f"{capture.tokens_per_sample} tokens a sample, as example_inputs makes (--sequence)")
     finder = _Finder(capture, profile, costs, request, pins, say)
     devices, batch = finder.devices_and_batch(assumptions)
     began = time.perf_counter()

@@ -1,0 +1,48 @@
+"""The README's own commands: a newcomer types them in order, and each must do what it says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from autoplan.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def shell_blocks() -> list[str]:
+    return re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_two_commands_are_make_targets() -> None:
+    targets = re.findall(r"^make (\w+)", shell_blocks()[0], re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == ["demo", "test"]
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search, show, check, apply and run, as printed under "Try it"."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    train = tmp_path / "examples" / "train.py"
+    train.write_text(re.sub(r"STEPS, SYMBOLS = 8, \d+", "STEPS, SYMBOLS = 8, 3", train.read_text()))
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    commands = [line for line in shell_blocks()[1].splitlines() if line.startswith("autoplan ")]
+    assert [shlex.split(line)[1] for line in commands] == ["search", "show", "check", "apply", "run"]
+    for line in commands:
+        assert main(shlex.split(line)[1:]) == 0, line
+    assert (tmp_path / "out" / "gpt.svg").read_text().startswith("<?xml")
+    assert "parallelize" in (tmp_path / "out" / "train_autoplan.py").read_text()
+
+
+def test_every_named_file_exists() -> None:
+    """The reading order once named a file that had moved."""
+    names = re.findall(r"`((?:tests|autoplan|passes|codegen|cost_models|hw_profiles)/[\w/]+\.\w+)`", README)
+    assert names and all((ROOT / name).exists() for name in names)
