@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoplan.hardware import HardwareProfile, load_profile
     from autoplan.plan import Plan
+    from autoplan.planner.driver import search, search_plan
     from autoplan.runtime import ParallelModel, parallelize
-    from autoplan.search.driver import search, search_plan
 
 __all__ = [
     "HardwareProfile",
@@ -30,8 +30,8 @@ _HOMES = {
     "Plan": "autoplan.plan",
     "load_profile": "autoplan.hardware",
     "parallelize": "autoplan.runtime",
-    "search": "autoplan.search.driver",
-    "search_plan": "autoplan.search.driver",
+    "search": "autoplan.planner.driver",
+    "search_plan": "autoplan.planner.driver",
 }
 
 

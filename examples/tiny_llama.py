@@ -4,8 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 512, 128, 8, 4, 352, 4
-HEAD = HIDDEN // HEADS
+VOCAB, HIDDEN, HEAD, HEADS, KV_HEADS, FFN, LAYERS = 512, 128, 16, 8, 4, 352, 4
 
 
 def rotate(x, cos, sin):

@@ -43,8 +43,7 @@ class VisionLanguage(nn.Module):
         pixels = self.patches(images).flatten(2).transpose(1, 2) + self.patch_positions
         for block in self.vision:
             pixels = block(pixels)
-        x = torch.cat((self.projector(pixels), self.embedding(tokens)), dim=1)
-        x = x + self.positions[:, : x.shape[1]]
+        x = torch.cat((self.projector(pixels), self.embedding(tokens)), dim=1) + self.positions
         for block in self.decoder:
             x = block(x)
         logits = self.head(self.norm(x[:, IMAGE_TOKENS:]))
@@ -55,6 +54,6 @@ def build_model():
     return VisionLanguage()
 
 
-def example_inputs(batch_size, sequence=CONTEXT):
-    tokens, labels = torch.randint(VOCAB, (2, batch_size, sequence))
+def example_inputs(batch_size):
+    tokens, labels = torch.randint(VOCAB, (2, batch_size, CONTEXT))
     return {"images": torch.randn(batch_size, 3, SIZE, SIZE), "tokens": tokens, "labels": labels}

@@ -10,8 +10,8 @@ from torch import fx
 
 from autoplan.capture import Capture
 from autoplan.plan import Layout, Mesh, ModelIdentity, Part, Plan, RegionPlan, Stage, Workload
+from autoplan.planner.layout import choose_layout
 from autoplan.regions import Region, find_regions, region_graph
-from autoplan.search.layout import choose_layout
 from autoplan_passes.states import State, parse_state
 
 

@@ -268,7 +268,8 @@ def test_inference_mode_is_kept_out_of_the_gradient(tmp_path: Path) -> None:
 
 def test_autocast_becomes_casts(tmp_path: Path) -> None:
     """The exporter hides an autocast block in a sub-graph without module names."""
-    body = "with torch.autocast('cuda', dtype=torch.bfloat16):\n    y = self.inner(x).softmax(-1)\nreturn y.mean()"
+    block = "with torch.autocast('cuda', dtype=torch.bfloat16):\n    y = self.inner(x).softmax(-1)"
+    body = block + "\nreturn y.mean()"
     capture = capture_model(net(tmp_path, body), dtype="fp32", sizes={})
     dtypes = {
         str(n.target).split(".")[1]: n.meta["val"].dtype
@@ -492,7 +493,8 @@ BAD_FILES = {
     "import nothing_like_this\n": ("`nothing_like_this` cannot be imported", "pip install"),
     "raise SystemExit(3)\n": ("exits while it is imported", "__main__"),
     "1 / 0\n": ("model.py:4", "ZeroDivisionError"),
-    "class Inner(nn.Module):\n    pass\nclass Net(nn.Module):\n    def __init__(self, width, depth=2):\n        self.i = Inner()\n"
+    "class Inner(nn.Module):\n    pass\n"
+    "class Net(nn.Module):\n    def __init__(self, width, depth=2):\n        self.i = Inner()\n"
     "    def forward(self, tokens, mask):\n        pass\n": (
         "defines no build_model()",
         "return Net(width=..., depth=2)",

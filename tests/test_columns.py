@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from autoplan.search.chain import Chain, ChainItem, Cut, quick_bound_s
-from autoplan.search.columns import solve_chain
+from autoplan.planner.chain import Chain, ChainItem, Cut, quick_bound_s
+from autoplan.planner.columns import solve_chain
 from autoplan_cost_models.schedule import in_flight
 
 MB = 1e6

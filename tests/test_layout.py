@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.errors import BadInputError
 from autoplan.plan import Layout
-from autoplan.search.layout import (
+from autoplan.planner.layout import (
     Builder,
     LayoutSettings,
     attention_heads,

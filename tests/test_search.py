@@ -11,8 +11,8 @@ import pytest
 from autoplan.cli import main
 from autoplan.errors import BadInputError, InfeasibleError
 from autoplan.plan import Mesh, Plan
-from autoplan.search.driver import search_plan
-from autoplan.search.space import Pins, candidates, parse_pins
+from autoplan.planner.driver import search_plan
+from autoplan.planner.space import Pins, candidates, parse_pins
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GPT = EXAMPLES / "gpt.py"
@@ -55,7 +55,9 @@ def test_certificate_bounds_the_plan(gpt_plan: Plan) -> None:
         (("pp=2", "dp=1", "tp=2"), {"pp": 2, "dp": 1, "tp": 2}),
     ],
 )
-def test_no_pinned_plan_beats_the_free_one(gpt_plan: Plan, pins: tuple[str, ...], mesh: dict[str, int]) -> None:
+def test_no_pinned_plan_beats_the_free_one(
+    gpt_plan: Plan, pins: tuple[str, ...], mesh: dict[str, int]
+) -> None:
     """Pins are obeyed, and the certificate holds: no pinned plan is faster than the bound."""
     pinned = search_plan(GPT, hw="cpu", devices=4, global_batch=16, pins=pins)
     found = dataclasses.asdict(pinned.parts[0].mesh)
@@ -157,3 +159,24 @@ def test_command_line_json_and_exit_codes(tmp_path: Path, capsys: pytest.Capture
     assert main(["search", str(GPT), "--hw", "cpu", "--devices", "0"]) == 2
     assert main(["serch"]) == 2
     assert "search" in capsys.readouterr().err
+
+
+def test_a_module_in_memory_plans_like_its_file(gpt_plan: Plan) -> None:
+    """``autoplan.search(model, inputs)`` plans the same model, and leaves its weights alone."""
+    import importlib.util
+
+    import torch
+
+    import autoplan
+
+    spec = importlib.util.spec_from_file_location("gpt_in_memory", GPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.build_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = autoplan.search(model, module.example_inputs(3), hw="cpu", devices=4, global_batch=16)
+    assert plan.model.fingerprint == gpt_plan.model.fingerprint
+    assert plan.prediction is not None and gpt_plan.prediction is not None
+    assert plan.prediction.step_time_s == pytest.approx(gpt_plan.prediction.step_time_s)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

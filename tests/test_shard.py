@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from autoplan.errors import BadPlanError
 from autoplan.plan import Layout
+from autoplan.planner.layout import LayoutSettings, choose_layout
 from autoplan.runtime.forked import run_ranks
-from autoplan.search.layout import LayoutSettings, choose_layout
 from autoplan_passes import collectives
 from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.conversions import TABLE, chains

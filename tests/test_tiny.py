@@ -1,4 +1,4 @@
-"""The whole product in one look: plan a small model, read the plan, and prove that running it changes nothing."""
+"""The whole product in one look: plan a small model, and prove that running the plan changes nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autoplan.plan import Plan
+from autoplan.planner.driver import search_plan
 from autoplan.runtime.check import run_check
-from autoplan.search.driver import search_plan
 
 GPT = Path(__file__).parent.parent / "examples" / "gpt.py"
 

@@ -1,4 +1,4 @@
-"""The whole product in one go: plan a Llama-3-8B for a Kunlun cluster, draw it, train a small model under a plan.
+"""The whole product in one go: plan a Llama-3-8B for a Kunlun cluster, draw it, train under a plan.
 
 Comes in: a folder for the results. Goes out: plans, pictures, the rewritten training script and its run;
 each command is printed as you would type it. Run by ``make demo``.
@@ -25,10 +25,14 @@ def steps(out: str) -> list[tuple[str, str]]:
             f"autoplan search examples/llama3_8b.py --hw kunlun --devices 64 --global-batch 512 "
             f"-o {out}/llama3_8b.yaml",
         ),
-        ("Draw the plan", f"autoplan show {out}/llama3_8b.yaml --svg {out}/llama3_8b.svg --png {out}/llama3_8b.png"),
+        (
+            "Draw the plan",
+            f"autoplan show {out}/llama3_8b.yaml --svg {out}/llama3_8b.svg --png {out}/llama3_8b.png",
+        ),
         (
             "Plan a small GPT for two CPU devices, cut by tensor parallelism",
-            f"autoplan search examples/gpt.py --hw cpu --devices 2 --global-batch 8 --pin tp=2 -o {out}/gpt.yaml",
+            "autoplan search examples/gpt.py --hw cpu --devices 2 --global-batch 8 --pin tp=2 "
+            f"-o {out}/gpt.yaml",
         ),
         (
             "Check it: loss, every gradient and the gradient norm against one process",

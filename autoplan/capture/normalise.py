@@ -77,7 +77,7 @@ def drop_identities(graph: fx.Graph, trainable: frozenset[str]) -> None:
 
 
 def _as_expand(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """``broadcast_tensors([a, b])[1]`` --> ``expand(b, shape)``, or a view (to be dropped) of the same shape."""
+    """``broadcast_tensors([a, b])[1]`` --> ``expand(b, shape)``, or a view of b where nothing changes."""
     given: Any = node.all_input_nodes[0].args[0]
     source: fx.Node = given[node.args[1]]
     shape = list(node.meta["val"].shape)

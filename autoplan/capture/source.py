@@ -86,8 +86,10 @@ class ModelSource:
 
     def run(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """The scalar loss of ``model`` on ``inputs``."""
-        outputs = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-        return self.loss(outputs, inputs)
+        if isinstance(inputs, Mapping):
+            taken = inputs if self.loss_fn is None else accepted_by(model, inputs)
+            return self.loss(model(**taken), inputs)
+        return self.loss(model(*inputs), inputs)
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         if self.size_names is None:
@@ -102,6 +104,15 @@ class ModelSource:
         for name in self.required_sizes:
             if name not in sizes:
                 raise BadInputError(f"{self.path}: the size `{name}` is needed: add --{name} N.")
+
+
+def accepted_by(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The inputs that ``forward`` takes; the others (labels, weights) are for ``loss_fn``."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return inputs
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in inputs.items() if name in names}
 
 
 def loss_of(outputs: Any) -> Any:
@@ -119,7 +130,8 @@ def loss_of(outputs: Any) -> Any:
 
 
 def checked_inputs(inputs: Any, path: str) -> Inputs:
-    """``inputs`` as a dict or tuple whose values are tensors (or None or bool options)."""
+    """``inputs`` as a dict or tuple whose values are tensors (or None or bool options), rows in order:
+    strides decide whether a reshape copies, and at run time each rank gets contiguous samples."""
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if isinstance(inputs, list):
@@ -136,7 +148,8 @@ def checked_inputs(inputs: Any, path: str) -> Inputs:
             raise BadInputError(f"{wanted}; its entry `{key}` is {advice.described(value)}.")
     if not any(isinstance(value, torch.Tensor) for value in named.values()):
         raise BadInputError(f"{wanted}, it returned no tensor at all.")
-    return dict(named) if isinstance(inputs, Mapping) else tuple(named.values())
+    dense = {k: v.contiguous() if isinstance(v, torch.Tensor) else v for k, v in named.items()}
+    return dense if isinstance(inputs, Mapping) else tuple(dense.values())
 
 
 def load_model_source(path: Path | str) -> ModelSource:

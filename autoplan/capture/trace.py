@@ -7,9 +7,10 @@ keep only what the loss needs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,18 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor.detach())
 
 
+@contextlib.contextmanager
+def without_collection() -> Generator[None]:
+    """No garbage collection in here: tracing makes millions of objects that live on (a fifth of its time)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass
 class Traced:
     """The graph, the real values of its constants, the names of its inputs and what was lost on the way."""
@@ -78,7 +91,8 @@ def input_names(inputs: Inputs) -> tuple[str, ...]:
 def trace(fake: FakeModel, run: Callable[[nn.Module, Inputs], torch.Tensor], inputs: Inputs) -> Traced:
     """Export ``run(model, inputs)``; the errors of the exporter come out as they are."""
     program = Program(fake.model, run, inputs)
-    with fake.mode, contextlib.redirect_stderr(io.StringIO()):  # the exporter prints the graph when it fails
+    # the exporter prints the graph when it fails
+    with fake.mode, contextlib.redirect_stderr(io.StringIO()), without_collection():
         exported = torch.export.export(program, program.tensors(), strict=False)
         graph, signature, constants = functional(exported)
     names = input_names(inputs)

@@ -62,7 +62,7 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int]:
 
 def run(args: argparse.Namespace) -> int:
     from autoplan.cli.progress import progress
-    from autoplan.search.driver import search_plan
+    from autoplan.planner.driver import search_plan
 
     output = Path(args.output)
     if not output.resolve().parent.is_dir():

@@ -50,7 +50,7 @@ def searched_plans(
     source: str | Path, *, dtype: str, hw: str | None, sizes: Mapping[str, int], opaque: tuple[str, ...] = ()
 ) -> PlanMaker:
     """Plans by the search with the mesh pinned, for a global batch of ``GLOBAL_BATCH`` samples."""
-    from autoplan.search.driver import search_plan
+    from autoplan.planner.driver import search_plan
 
     def make(degrees: Mapping[str, int]) -> Plan:
         mesh = {axis: degrees.get(axis, 1) for axis in ("pp", "dp", "tp")}

@@ -1,6 +1,6 @@
 """One candidate mesh as a chain for the stage search, and a chosen cut as a priced part of a plan.
 
-Comes in: costs per region class, the workload and pins. Goes out: :class:`~autoplan.search.chain.Chain`
+Comes in: costs per region class, the workload and pins. Goes out: :class:`~autoplan.planner.chain.Chain`
 for a candidate, and :class:`Priced`, whose forecast comes from the cost models alone.
 """
 
@@ -19,10 +19,10 @@ from autoplan.plan import (
     StagePrediction,
     Workload,
 )
+from autoplan.planner.chain import NEVER, Chain, ChainItem, Cut
+from autoplan.planner.model_costs import ModelCosts
+from autoplan.planner.space import Candidate, Pins
 from autoplan.regions import Region
-from autoplan.search.chain import NEVER, Chain, ChainItem, Cut
-from autoplan.search.model_costs import ModelCosts
-from autoplan.search.space import Candidate, Pins
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import RegionCost
 from autoplan_cost_models.stage_memory import memory_limit_bytes

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from autoplan.errors import AutoplanError
-from autoplan.search.balance import balanced_cut
-from autoplan.search.mixes import ColumnPricer
-from autoplan.search.pricing import Priced, Pricing
-from autoplan.search.solve import describe, fits_anywhere
-from autoplan.search.space import Candidate, Pins
+from autoplan.planner.balance import balanced_cut
+from autoplan.planner.mixes import ColumnPricer
+from autoplan.planner.pricing import Priced, Pricing
+from autoplan.planner.solve import describe, fits_anywhere
+from autoplan.planner.space import Candidate, Pins
 
 GIB = 1024**3
 TOP = 3

@@ -1,6 +1,6 @@
 """Columns: one way to fill a stage, under the cheapest mix of recompute that fits its memory.
 
-Comes in: a :class:`~autoplan.search.chain.Chain`. Goes out: priced :class:`Column` records.
+Comes in: a :class:`~autoplan.planner.chain.Chain`. Goes out: priced :class:`Column` records.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.search.chain import NEVER, Chain, find_runs
+from autoplan.planner.chain import NEVER, Chain, find_runs
 from autoplan_cost_models.schedule import in_flight
 
 Floats = NDArray[np.float64]

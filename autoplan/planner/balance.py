@@ -1,6 +1,6 @@
 """Balanced cuts without a solver: whether anything fits at all, and a good first plan.
 
-Comes in: a chain's column pricer. Goes out: a :class:`~autoplan.search.chain.Cut`, or None when no cut
+Comes in: a chain's column pricer. Goes out: a :class:`~autoplan.planner.chain.Cut`, or None when no cut
 fits. Greedy is exact for fitting: a stage that fits with more regions fits with fewer, so giving each
 stage all it can hold leaves the least to the next.
 """
@@ -8,8 +8,8 @@ stage all it can hold leaves the least to the next.
 from __future__ import annotations
 
 from autoplan.plan import RECOMPUTE
-from autoplan.search.chain import NEVER, Cut, Run
-from autoplan.search.mixes import Column, ColumnPricer
+from autoplan.planner.chain import NEVER, Cut, Run
+from autoplan.planner.mixes import Column, ColumnPricer
 
 BISECTIONS = 14
 

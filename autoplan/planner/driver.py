@@ -11,17 +11,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from autoplan.capture import capture_model
+from autoplan.capture.capturing import own_dtype
+from autoplan.capture.module_source import module_source
 from autoplan.capture.program import Capture
+from autoplan.capture.source import ModelSource
 from autoplan.errors import BadInputError, InfeasibleError
 from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.plan import Certificate, ModelIdentity, Plan, Workload
-from autoplan.search.infeasible import infeasible_message
-from autoplan.search.model_costs import ModelCosts
-from autoplan.search.pricing import Pricing
-from autoplan.search.solve import Outcome, fits_anywhere, solve
-from autoplan.search.space import SPACE, Candidate, Pins, candidates, parse_pins
+from autoplan.planner.infeasible import infeasible_message
+from autoplan.planner.model_costs import ModelCosts
+from autoplan.planner.pricing import Pricing
+from autoplan.planner.solve import Outcome, fits_anywhere, solve
+from autoplan.planner.space import SPACE, Candidate, Pins, candidates, parse_pins
 from autoplan_cost_models import CostModel
 
 MOST_NODES = 4096
@@ -43,8 +49,25 @@ class Request:
     opaque: Sequence[str] = ()
 
 
+def search(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """The best plan for a module already in memory, with ``inputs`` of any batch size.
+
+    ``options`` are those of :func:`search_plan` (``hw``, ``devices``, ``global_batch``, ``pins``, ...); the
+    model's own dtype is kept unless ``dtype`` says otherwise. The module is not changed.
+    """
+    source = module_source(model, inputs, loss_fn=loss_fn)
+    options.setdefault("dtype", own_dtype(model))
+    return search_plan(source, **options)
+
+
 def search_plan(
-    source: str | Path,
+    source: str | Path | ModelSource,
     *,
     hw: str | None = None,
     devices: int | None = None,
@@ -61,14 +84,13 @@ def search_plan(
     Raises BadInputError for input that cannot be used and InfeasibleError when nothing fits.
     """
     start = time.perf_counter()
-    request = Request(
-        str(source), hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque)
-    )
+    where = source.path if isinstance(source, ModelSource) else str(source)
+    request = Request(where, hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque))
     profile = load_profile(hw)
     parsed = parse_pins(request.pins)
     assumptions: list[str] = []
     chosen_dtype = dtype or _default_dtype(profile, assumptions)
-    say(f"tracing {source}")
+    say(f"tracing {where}")
     capture = capture_model(source, dtype=chosen_dtype, sizes=sizes or {}, opaque=opaque)
     return search_capture(capture, profile, request, parsed, assumptions, start, say)
 
@@ -87,7 +109,7 @@ def search_capture(
     if request.optimizer is None:
         assumptions.append("optimizer adamw (--optimizer)")
     if not request.sizes:
-        assumptions.append(f"{capture.tokens_per_sample} tokens a sample, as example_inputs makes (--sequence)")
+        assumptions.append(f"{capture.tokens_per_sample} tokens a sample, from example_inputs (--sequence)")
     finder = _Finder(capture, profile, costs, request, pins, say)
     devices, batch = finder.devices_and_batch(assumptions)
     began = time.perf_counter()

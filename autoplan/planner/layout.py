@@ -27,8 +27,8 @@ from torch import fx
 
 from autoplan.errors import BadInputError
 from autoplan.plan import Layout
-from autoplan.search.layout_pricing import LayoutPrices, LayoutSettings, Pricing
-from autoplan.search.linear import LinearProgram, solve
+from autoplan.planner.layout_pricing import LayoutPrices, LayoutSettings, Pricing
+from autoplan.planner.linear import LinearProgram, solve
 from autoplan_passes import table_contractions
 from autoplan_passes.attention import attention_heads, tp_degrees
 from autoplan_passes.calls import Call, is_tensor, op_name, shape_of, tensor_inputs

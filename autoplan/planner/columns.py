@@ -25,9 +25,9 @@ from pathlib import Path
 
 from ortools.math_opt.python import mathopt
 
-from autoplan.search.balance import cut_of
-from autoplan.search.chain import NEVER, Chain, Cut, Run, Solved, quick_bound_s
-from autoplan.search.mixes import Column, ColumnPricer
+from autoplan.planner.balance import cut_of
+from autoplan.planner.chain import NEVER, Chain, Cut, Run, Solved, quick_bound_s
+from autoplan.planner.mixes import Column, ColumnPricer
 
 
 def solve_chain(chain: Chain, *, incumbent_s: float = NEVER, time_limit_s: float = 20.0) -> Solved:

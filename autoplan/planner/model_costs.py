@@ -14,8 +14,8 @@ from torch import fx
 from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError
 from autoplan.plan import Layout
+from autoplan.planner.layout import attention_heads, choose_layout
 from autoplan.regions import Region, find_regions, region_graph
-from autoplan.search.layout import attention_heads, choose_layout
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
 from autoplan_passes.shard import dry_group, shard_region

@@ -1,6 +1,6 @@
 """Best-first over candidates: bound each from below, solve the most promising, stop when the bound passes.
 
-Comes in: a :class:`~autoplan.search.pricing.Pricing`. Goes out: the best priced part, and a lower bound
+Comes in: a :class:`~autoplan.planner.pricing.Pricing`. Goes out: the best priced part, and a lower bound
 over every candidate of the space.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autoplan.search.balance import balanced_cut, fits
-from autoplan.search.chain import NEVER, Chain, quick_bound_s
-from autoplan.search.columns import solve_chain
-from autoplan.search.mixes import ColumnPricer
-from autoplan.search.pricing import Priced, Pricing
-from autoplan.search.space import Candidate
+from autoplan.planner.balance import balanced_cut, fits
+from autoplan.planner.chain import NEVER, Chain, quick_bound_s
+from autoplan.planner.columns import solve_chain
+from autoplan.planner.mixes import ColumnPricer
+from autoplan.planner.pricing import Priced, Pricing
+from autoplan.planner.space import Candidate
 
 # A candidate whose lower bound is within this share of the best plan is not worth a solver's time; the
 # certificate's bound accounts for it.
