@@ -34,6 +34,11 @@ class ChainItem:
     sync_s: float = 0.0
     update_s: float = 0.0
 
+    @property
+    def allowed(self) -> tuple[int, ...]:
+        """The recompute options it may use."""
+        return tuple(o for o in range(3) if self.extra_s[o] < NEVER)
+
 
 @dataclass(frozen=True)
 class Chain:

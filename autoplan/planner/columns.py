@@ -28,6 +28,7 @@ from ortools.math_opt.python import mathopt
 from autoplan.planner.balance import cut_of
 from autoplan.planner.chain import NEVER, Chain, Cut, Run, Solved, quick_bound_s
 from autoplan.planner.mixes import Column, ColumnPricer
+from autoplan.planner.relaxed import RelaxedPricer
 
 
 def solve_chain(chain: Chain, *, incumbent_s: float = NEVER, time_limit_s: float = 20.0) -> Solved:
@@ -40,7 +41,7 @@ def solve_chain(chain: Chain, *, incumbent_s: float = NEVER, time_limit_s: float
         cut = whole_cut(pricer)
         return Solved((cut,) if cut else (), whole_bound_s(chain))
     quick = quick_bound_s(chain)
-    relaxed = _columns(chain, ColumnPricer(chain, relaxed=True), incumbent_s)
+    relaxed = _columns(chain, RelaxedPricer(chain), incumbent_s)
     chosen, bound_s = _choose(chain, pricer.runs, relaxed, "bound", time_limit_s)
     if chosen is None:
         return Solved((), NEVER)
@@ -59,7 +60,7 @@ def whole_cut(pricer: ColumnPricer) -> Cut | None:
 
 def whole_bound_s(chain: Chain) -> float:
     """A single stage under relaxed memory: its micro-batches one after another, then sync and update."""
-    pricer = ColumnPricer(chain, relaxed=True)
+    pricer = RelaxedPricer(chain)
     takes = tuple((run, pricer.runs[run].length) for run in range(len(pricer.runs)))
     whole = pricer.column(0, 0, 2 * len(takes), takes)
     if whole is None:

@@ -27,7 +27,15 @@ from autoplan.planner.infeasible import infeasible_message
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Pricing
 from autoplan.planner.solve import Outcome, fits_anywhere, solve
-from autoplan.planner.space import SPACE, Candidate, Pins, candidates, parse_pins
+from autoplan.planner.space import (
+    SPACE,
+    Candidate,
+    Pins,
+    candidates,
+    parse_pins,
+    require_counts,
+    require_pinned_regions,
+)
 from autoplan_cost_models import CostModel
 
 MOST_NODES = 4096
@@ -86,6 +94,7 @@ def search_plan(
     start = time.perf_counter()
     where = source.path if isinstance(source, ModelSource) else str(source)
     request = Request(where, hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque))
+    require_counts(devices=devices, global_batch=global_batch)
     profile = load_profile(hw)
     parsed = parse_pins(request.pins)
     assumptions: list[str] = []
@@ -106,6 +115,7 @@ def search_capture(
 ) -> Plan:
     """The best plan for a captured model."""
     costs = ModelCosts(capture, CostModel(profile, capture.dtype), say)
+    require_pinned_regions(pins, [region.name for region in costs.regions])
     if request.optimizer is None:
         assumptions.append("optimizer adamw (--optimizer)")
     if not request.sizes:
@@ -198,9 +208,10 @@ class _Finder:
         return Pricing(self.costs, self.profile, workload, self.pins, self.candidates(devices, batch))
 
     def candidates(self, devices: int, batch: int) -> list[Candidate]:
-        degrees = self.costs.tp_degrees(min(devices, self.profile.devices_per_node))
+        most = min(devices, self.profile.devices_per_node)
+        degrees = self.costs.tp_degrees(most)
         if self.pins.tp and self.pins.tp not in degrees:
-            raise BadInputError(_tp_message(self.pins.tp, self.costs, degrees, self.profile.devices_per_node))
+            raise BadInputError(_tp_message(self.pins.tp, self.costs, degrees, most))
         known = self.capture.batch_form.known
         return candidates(devices, batch, degrees, len(self.costs.regions), self.pins, batch_can_change=known)
 
@@ -232,7 +243,7 @@ def _tp_message(tp: int, costs: ModelCosts, degrees: Sequence[int], most: int) -
     heads = sorted({(q, kv) for _, q, kv in costs.heads()})
     shown = " and ".join(f"{q} heads" + (f" with {kv} key-value heads" if kv != q else "") for q, kv in heads)
     if tp > most:
-        return f"--pin tp={tp}: tp stays inside a node of {most} devices; valid degrees: {_list(degrees)}."
+        return f"--pin tp={tp}: tp stays inside a node, here {most} devices; valid degrees: {_list(degrees)}."
     return f"--pin tp={tp} does not divide the model's attention ({shown}); valid degrees: {_list(degrees)}."
 
 

@@ -237,7 +237,8 @@ class Builder:
         for node in self.rules:
             if op_name(node) in table_contractions.ROWS:
                 tensors = [n for n in (*tensor_inputs(node), node) if n.meta.get("kind") != "parameter"]
-                total += min(tensor_bytes(n) for n in tensors if n in self.facts.differentiable)
+                moved = [tensor_bytes(n) for n in tensors if n in self.facts.differentiable]
+                total += min(moved, default=0.0)  # nothing differentiable under frozen parameters
         return total
 
     def read_layout(self, chosen: Mapping[fx.Node, Rule]) -> Layout:

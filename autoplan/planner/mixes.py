@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.chain import NEVER, Chain, find_runs
+from autoplan.planner.chain import NEVER, Chain, ChainItem, find_runs
 from autoplan_cost_models.schedule import in_flight
 
 Floats = NDArray[np.float64]
@@ -56,16 +56,13 @@ class Frontier:
 class ColumnPricer:
     """Prices columns of one chain, remembering equal ones (same kinds of regions, same stage depth).
 
-    A stage holds, at most, all its regions for every micro-batch in flight and its largest transient;
-    ``relaxed`` takes no more than any run needs, for bounds: when the last region of some run starts its
-    backward, all is alive but what comes after it.
+    A stage holds, at most, all its regions for every micro-batch in flight and its largest transient
     """
 
-    def __init__(self, chain: Chain, *, relaxed: bool = False) -> None:
+    def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.relaxed = relaxed
         self.runs = find_runs(chain)
-        self._kinds = {item.key: item for item in chain.items}
+        self.kinds = {item.key: item for item in chain.items}
         self._mix = functools.cache(self._cheapest_mix)
         self._frontiers = functools.cache(self._build_frontiers)
         run_of = {run.first: index for index, run in enumerate(self.runs)}
@@ -80,13 +77,11 @@ class ColumnPricer:
         flying = in_flight("1f1b", stage, self.chain.stages, self.chain.microbatches)
         room = self.chain.limit_bytes - self._fixed_bytes(counts, takes)
         room -= self._buffer_bytes(stage, flying, takes, inside=start % 2 == 1)
-        if self.relaxed:
-            room -= self._least_peak(takes)
-        mix = self._mix(counts, flying, float(round(room)))
+        mix = self.mix(counts, flying, float(round(room)), takes)
         if mix is None:
             return None
         extra_s, chosen = mix
-        kinds = [(self._kinds[key], n) for key, n in counts]
+        kinds = [(self.kinds[key], n) for key, n in counts]
         return Column(
             stage=stage,
             start=start,
@@ -99,26 +94,20 @@ class ColumnPricer:
             update_s=sum(kind.update_s * n for kind, n in kinds),
         )
 
-    def _least_peak(self, takes: tuple[tuple[int, int], ...]) -> float:
-        """Bytes alive at some moment beyond the saved tensors of every region, at least.
-
-        The most, over runs, of a run's least transient less what the regions after it can have saved.
-        """
-        after, peak = 0.0, 0.0
-        for run, taken in reversed(takes):
-            kind = self._kinds[self.runs[run].key]
-            legal = [o for o in range(3) if kind.extra_s[o] < NEVER]
-            peak = max(peak, min(kind.transient_bytes[o] for o in legal) - after)
-            after += taken * max(kind.saved_bytes[o] for o in legal)
-        return peak
+    def mix(
+        self, counts: Counts, flying: int, room_bytes: float, takes: tuple[tuple[int, int], ...]
+    ) -> tuple[float, Mix] | None:
+        """Least extra time of a stage's regions within ``room_bytes``, and who recomputes what."""
+        del takes  # where the regions lie does not matter here
+        return self._mix(counts, flying, room_bytes)
 
     def _fixed_bytes(self, counts: Counts, takes: tuple[tuple[int, int], ...]) -> float:
         """States and gathered units of a stage, whatever is recomputed; shared parameters once."""
         touched = {run for run, _ in takes}
         twice = sum(size for a, b, size in self._shared if a in touched and b in touched)
-        states = sum(self._kinds[key].static_bytes * n for key, n in counts)
+        states = sum(self.kinds[key].static_bytes * n for key, n in counts)
         units = sorted(
-            (self._kinds[key].gathered_bytes for key, n in counts for _ in range(min(n, 2))), reverse=True
+            (self.kinds[key].gathered_bytes for key, n in counts for _ in range(min(n, 2))), reverse=True
         )
         return states - twice + sum(units[:2])
 
@@ -127,10 +116,10 @@ class ColumnPricer:
     ) -> float:
         """Side inputs, and the pipeline's buffers (``pipeline_buffer_bytes`` of the cost models)."""
         m, (first, _), (last, _) = self.chain.microbatches, takes[0], takes[-1]
-        side = dict(pair for run, _ in takes for pair in self._kinds[self.runs[run].key].side)
+        side = dict(pair for run, _ in takes for pair in self.kinds[self.runs[run].key].side)
         before = self.runs[first if inside else first - 1].key
-        received = self._kinds[before].output_bytes if stage else 0.0
-        sent = self._kinds[self.runs[last].key].output_bytes if stage < self.chain.stages - 1 else 0.0
+        received = self.kinds[before].output_bytes if stage else 0.0
+        sent = self.kinds[self.runs[last].key].output_bytes if stage < self.chain.stages - 1 else 0.0
         return flying * sum(side.values()) + (m - flying) * received + (m + flying) * sent
 
     def _cheapest_mix(self, counts: Counts, flying: int, room_bytes: float) -> tuple[float, Mix] | None:
@@ -148,11 +137,9 @@ class ColumnPricer:
 
     def _build_frontiers(self, counts: Counts) -> list[Frontier]:
         """For every possible largest transient, the best (saved bytes, extra time) of all regions."""
-        kinds = [self._kinds[key] for key, _ in counts]
-        legal = [[o for o in range(3) if kind.extra_s[o] < NEVER] for kind in kinds]
+        kinds = [self.kinds[key] for key, _ in counts]
+        legal = [kind.allowed for kind in kinds]
         frontiers: list[Frontier] = []
-        if self.relaxed:
-            return [self._merge(counts, [tuple(options) for options in legal], 0.0)]
         peaks = sorted({kind.transient_bytes[o] for kind, options in zip(kinds, legal) for o in options})
         for peak in peaks:
             used = [
@@ -160,19 +147,17 @@ class ColumnPricer:
                 for kind, options in zip(kinds, legal)
             ]
             if all(used):
-                frontiers.append(self._merge(counts, used, peak))
+                frontiers.append(self.merge(counts, used, peak))
         return frontiers
 
-    def _merge(self, counts: Counts, used: Sequence[tuple[int, ...]], peak_bytes: float) -> Frontier:
+    def merge(self, counts: Counts, used: Sequence[tuple[int, ...]], peak_bytes: float) -> Frontier:
         """Merge the frontiers of all kinds into one, bytes ascending and time descending."""
         saved, extra = np.zeros(1), np.zeros(1)
         mixes: list[Mix] = [()]
         for (key, count), options in zip(counts, used):
-            item = self._kinds[key]
-            splits = list(_splits(count, options))
-            table = np.array(splits, dtype=float)
-            kind_saved = table @ np.array(item.saved_bytes)
-            kind_extra = table @ np.array([e if e < NEVER else 0.0 for e in item.extra_s])
+            item = self.kinds[key]
+            splits = list(splits_of(count, options))
+            kind_saved, kind_extra = totals_of(item, splits)
             all_saved = (saved[:, None] + kind_saved[None, :]).ravel()
             all_extra = (extra[:, None] + kind_extra[None, :]).ravel()
             keep = _best_points(all_saved, all_extra)
@@ -181,7 +166,14 @@ class ColumnPricer:
         return Frontier(peak_bytes, saved, extra, mixes)
 
 
-def _splits(count: int, options: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
+def totals_of(item: ChainItem, splits: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats]:
+    """(saved bytes, extra seconds) of every split of regions of one kind."""
+    table = np.array(splits, dtype=float)
+    extra_s = np.array([e if e < NEVER else 0.0 for e in item.extra_s])
+    return table @ np.array(item.saved_bytes), table @ extra_s
+
+
+def splits_of(count: int, options: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
     """All ways to give ``count`` regions to the allowed options."""
     for a in range(count + 1) if 0 in options else (0,):
         for b in range(count - a + 1) if 1 in options else (0,):

@@ -15,6 +15,7 @@ from autoplan.planner.chain import NEVER, Chain, quick_bound_s
 from autoplan.planner.columns import solve_chain
 from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.pricing import Priced, Pricing
+from autoplan.planner.relaxed import RelaxedPricer
 from autoplan.planner.space import Candidate
 
 # A candidate whose lower bound is within this share of the best plan is not worth a solver's time; the
@@ -90,7 +91,7 @@ def _balanced_plans(
         say(f"balancing {describe(candidate)}")
         cut = balanced_cut(ColumnPricer(chain))
         if cut is None:
-            if fits(ColumnPricer(chain, relaxed=True)):
+            if fits(RelaxedPricer(chain)):
                 alive.append((quick_s, candidate, chain))
             continue
         best = _better(best, pricing.priced(candidate, cut))

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from autoplan.errors import BadInputError
-from autoplan.plan import RECOMPUTE, Mesh
+from autoplan.plan import RECOMPUTE, Mesh, RegionPlan
+from autoplan.region_runs import expand_range, fold_regions
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ZERO_STAGES = (0, 3)
 SCHEDULES = ("1f1b",)
+MOST = 2**20  # devices of a cluster, samples of a batch: more is a slip of the keyboard
 LATER_AXES = ("cp", "ep", "vpp", "sp")
 SPACE = (
     "dp x tp x pp over all devices (tp inside a node), micro-batch 1-32, ZeRO 0 and 3, "
@@ -65,6 +68,8 @@ def parse_pins(texts: Sequence[str]) -> Pins:
             raise BadInputError(
                 f"--pin {text!r}: expected KEY=VALUE or REGION_GLOB:KEY=VALUE, such as --pin tp=8."
             )
+        if not colon and key in plain and plain[key] != _plain_value(text, key, value):
+            raise BadInputError(f"--pin {text!r}: {key} is pinned to {plain[key]} already; leave one out.")
         if colon:
             if key != "recompute":
                 raise BadInputError(
@@ -103,16 +108,33 @@ def _choice(text: str, value: str, choices: Sequence[str]) -> str:
 
 
 def _expand_range(where: str) -> list[str]:
-    """``layers.0-3`` -> four globs; anything else is a glob as it stands."""
-    head, _, tail = where.rpartition(".")
-    first, dash, last = tail.partition("-")
-    if dash and first.isdigit() and last.isdigit():
-        return [f"*{head}.{i}" for i in range(int(first), int(last) + 1)]
-    return [where, f"*{where}"]
+    """``layers.0-3`` -> four globs, each with any prefix; anything else is one glob."""
+    return [f"*{name}" for name in expand_range(where) or (where,)]
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """All of them, ascending."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
+
+
+def require_pinned_regions(pins: Pins, regions: Sequence[str]) -> None:
+    """Raises BadInputError for a region pin that no region of the model answers to."""
+    for glob, value in pins.regions:
+        if not fnmatch.filter(regions, glob):
+            runs = fold_regions([RegionPlan(name, "", "none") for name in regions])
+            labels = ", ".join(run.label for run in runs)
+            raise BadInputError(
+                f"--pin '{glob[1:]}:recompute={value}': no region has that name; the model has {labels}."
+            )
+
+
+def require_counts(**counts: int | None) -> None:
+    """Raises BadInputError for devices or a batch that is not a whole number from 1 to ``MOST``."""
+    for name, count in counts.items():
+        if count is not None and not (isinstance(count, int) and 1 <= count <= MOST):  # pyright: ignore[reportUnnecessaryIsInstance]  from the user
+            option = f"--{name.replace('_', '-')}"
+            raise BadInputError(f"{option} {count}: expected a whole number from 1 to {MOST:,}.")
 
 
 def candidates(
@@ -176,9 +198,10 @@ def _no_mesh_message(devices: int, tp_degrees: Sequence[int], max_stages: int, p
 def _no_batch_message(global_batch: int, meshes: Sequence[Mesh], pins: Pins) -> str:
     unit = pins.micro_batch or 1
     steps = sorted({mesh.dp * unit for mesh in meshes})
-    nearest = sorted(
-        {max(1, round(global_batch / step)) * step for step in steps}, key=lambda b: abs(b - global_batch)
-    )
+    around = {
+        multiple * step for step in steps for multiple in (global_batch // step, global_batch // step + 1)
+    }
+    nearest = sorted(around - {0}, key=lambda batch: (abs(batch - global_batch), batch))
     shown = ", ".join(str(batch) for batch in nearest[:4])
     return (
         f"--global-batch {global_batch} divides on no mesh: each takes a multiple of dp x micro-batch "

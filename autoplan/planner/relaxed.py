@@ -1,0 +1,97 @@
+"""Columns for bounds: they need no more memory than any run of them would, so no run is faster.
+
+Comes in: a chain. Goes out: a column pricer whose columns fit whenever the real ones do.
+
+With k micro-batches in flight, S the saved bytes of one and tau_o the transient of recompute option o, a
+stage's peak is at least, for every option o that n_o > 0 regions of some kind use,
+
+    (k-1) S + n_o saved_o + tau_o       all regions that use it are alive when the last of them runs backward
+    k S + min tau - (saved after)       all is alive but what comes after a run
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.planner.chain import Chain
+from autoplan.planner.mixes import ColumnPricer, Counts, Floats, Mix, splits_of, totals_of
+
+
+@dataclass(frozen=True)
+class Points:
+    """Mixes whose largest transient is ``peak_bytes``: all saved bytes, those of its users, extra time."""
+
+    peak_bytes: float
+    saved_bytes: Floats
+    own_bytes: Floats
+    extra_s: Floats
+
+
+class RelaxedPricer(ColumnPricer):
+    """Columns at the least memory any run of them needs; ``counts`` of its columns are empty."""
+
+    def __init__(self, chain: Chain) -> None:
+        super().__init__(chain)
+        self._points = functools.cache(self._all_points)
+        self._least = functools.cache(self._least_extra)
+
+    def mix(
+        self, counts: Counts, flying: int, room_bytes: float, takes: tuple[tuple[int, int], ...]
+    ) -> tuple[float, Mix] | None:
+        return self._least(counts, flying, room_bytes, self._least_peak(takes))
+
+    def _least_extra(
+        self, counts: Counts, flying: int, room_bytes: float, least_peak: float
+    ) -> tuple[float, Mix] | None:
+        best: float | None = None
+        for points in self._points(counts):
+            fits = flying * points.saved_bytes + least_peak <= room_bytes
+            own = points.own_bytes + points.peak_bytes
+            fits &= (flying - 1) * points.saved_bytes + own <= room_bytes
+            if fits.any():
+                extra_s = float(points.extra_s[fits].min())
+                best = extra_s if best is None else min(best, extra_s)
+        return None if best is None else (best, ())
+
+    def _all_points(self, counts: Counts) -> list[Points]:
+        return list(self._build_points(counts))
+
+    def _build_points(self, counts: Counts) -> Iterator[Points]:
+        """Every mix, grouped by which kind's option has the largest transient."""
+        for index, (key, count) in enumerate(counts):
+            for option in self.kinds[key].allowed:
+                peak = self.kinds[key].transient_bytes[option]
+                within = [
+                    tuple(o for o in self.kinds[k].allowed if self.kinds[k].transient_bytes[o] <= peak)
+                    for k, _ in counts
+                ]
+                if all(within):
+                    yield self._points_of(counts, within, index, count, option)
+
+    def _points_of(
+        self, counts: Counts, within: list[tuple[int, ...]], index: int, count: int, option: int
+    ) -> Points:
+        kind = self.kinds[counts[index][0]]
+        others = self.merge(counts[:index] + counts[index + 1 :], within[:index] + within[index + 1 :], 0.0)
+        splits = [split for split in splits_of(count, within[index]) if split[option] > 0]
+        saved, extra = totals_of(kind, splits)
+        own = np.array([split[option] for split in splits]) * kind.saved_bytes[option]
+        return Points(
+            peak_bytes=kind.transient_bytes[option],
+            saved_bytes=(saved[:, None] + others.saved_bytes[None, :]).ravel(),
+            own_bytes=np.repeat(own, len(others.saved_bytes)),
+            extra_s=(extra[:, None] + others.extra_s[None, :]).ravel(),
+        )
+
+    def _least_peak(self, takes: tuple[tuple[int, int], ...]) -> float:
+        """The most, over runs, of a run's least transient less what the regions after it can have saved."""
+        after, peak = 0.0, 0.0
+        for run, taken in reversed(takes):
+            kind = self.kinds[self.runs[run].key]
+            peak = max(peak, min(kind.transient_bytes[o] for o in kind.allowed) - after)
+            after += taken * max(kind.saved_bytes[o] for o in kind.allowed)
+        return peak
