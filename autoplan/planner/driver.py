@@ -171,7 +171,7 @@ class _Finder:
         """The user's, or one node or the smallest number of nodes that fits, and a stated batch."""
         if self.request.devices is not None:
             return self.request.devices, self._batch(self.request.devices, assumptions)
-        devices = self.smallest_devices(self.profile.devices_per_node)
+        devices = self.smallest_devices(self.profile.devices_per_node - 1)
         if devices is None:
             devices = self.profile.devices_per_node
         nodes = devices // self.profile.devices_per_node
@@ -179,20 +179,34 @@ class _Finder:
         assumptions.append(f"{devices} devices: {why} (--devices)")
         return devices, self._batch(devices, assumptions)
 
-    def smallest_devices(self, first: int) -> int | None:
-        """The smallest count, ``first`` doubled as often as needed, on which something fits."""
-        devices = first
-        while devices <= MOST_NODES * self.profile.devices_per_node:
-            self.say(f"trying whether {devices} devices hold the model")
-            try:
-                pricing = self.pricing(devices, self.request.global_batch or self._default_batch(devices))
-            except BadInputError:
-                devices *= 2
-                continue
-            if fits_anywhere(pricing):
+    def smallest_devices(self, above: int) -> int | None:
+        """The smallest count above ``above`` on which something fits: inside one node any, then whole nodes.
+
+        Nodes are doubled until they hold the model, then halved towards the last count that did not.
+        """
+        node = self.profile.devices_per_node
+        for devices in range(above + 1, node + 1):
+            if self.holds(devices):
                 return devices
-            devices *= 2
-        return None
+        low = max(1, above // node)
+        high = low + 1
+        while not self.holds(high * node):
+            low, high = high, high * 2
+            if high > MOST_NODES:
+                return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.holds(middle * node) else (middle, high)
+        return high * node
+
+    def holds(self, devices: int, batch: int | None = None) -> bool:
+        """Whether something legal fits on ``devices``."""
+        self.say(f"trying whether {devices} devices hold the model")
+        batch = batch or self.request.global_batch or self._default_batch(devices)
+        try:
+            return fits_anywhere(self.pricing(devices, batch))
+        except BadInputError:
+            return False
 
     def pricing(self, devices: int, batch: int) -> Pricing:
         workload = Workload(

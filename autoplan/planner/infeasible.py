@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from autoplan.errors import AutoplanError
 from autoplan.planner.balance import balanced_cut
 from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.pricing import Priced, Pricing
-from autoplan.planner.solve import describe, fits_anywhere
+from autoplan.planner.solve import describe
 from autoplan.planner.space import Candidate, Pins
 
 GIB = 1024**3
 TOP = 3
+HALVINGS = 7
 
 
 class Finder(Protocol):
@@ -23,9 +23,9 @@ class Finder(Protocol):
 
     pins: Pins
 
-    def smallest_devices(self, first: int) -> int | None: ...
+    def smallest_devices(self, above: int) -> int | None: ...
 
-    def pricing(self, devices: int, batch: int) -> Pricing: ...
+    def holds(self, devices: int, batch: int | None = None) -> bool: ...
 
 
 def infeasible_message(pricing: Pricing, finder: Finder, devices: int, batch: int) -> str:
@@ -65,19 +65,20 @@ def _tightest(pricing: Pricing) -> tuple[Candidate, Priced]:
 
 
 def _changes_that_fit(finder: Finder, devices: int, batch: int) -> list[str]:
-    """A larger cluster, and the pins without which it fits."""
+    """A larger cluster, a smaller batch (fewer micro-batches wait in a pipeline), and no pins."""
     changes: list[str] = []
-    smallest = finder.smallest_devices(devices * 2)
+    smallest = finder.smallest_devices(devices)
     if smallest is not None:
-        changes.append(f"--devices {smallest} (the smallest count that fits, doubling from {devices})")
+        changes.append(f"--devices {smallest} (the smallest count that fits)")
+    smaller = next(
+        (b for b in (batch // 2**n for n in range(1, HALVINGS)) if b and finder.holds(devices, b)), None
+    )
+    if smaller is not None:
+        changes.append(f"--global-batch {smaller}")
     if finder.pins != Pins():
         kept = finder.pins
         finder.pins = Pins()
-        try:
-            if fits_anywhere(finder.pricing(devices, batch)):
-                changes.append("the same command without --pin")
-        except AutoplanError:
-            pass
-        finally:
-            finder.pins = kept
+        if finder.holds(devices, batch):
+            changes.append("the same command without --pin")
+        finder.pins = kept
     return changes

@@ -136,7 +136,7 @@ class Pricing:
             for i, kind in enumerate(RECOMPUTE)
         )
         gathers = candidate.zero == 3 and mesh.dp > 1
-        whole_gradients = gradient_bytes(cost.trainable_numel, dtype)
+        whole_gradients = gradient_bytes(cost.trainable_numel, dtype, candidate.zero)
         sync_s, update_s = self._once_a_step(cost, candidate)
         return ChainItem(
             key=f"{class_id}/{pinned or 'any'}",
@@ -180,7 +180,7 @@ class Pricing:
         share = cost.trainable_numel / whole
         sync_s = 0.0
         if candidate.zero == 0 and mesh.dp > 1:
-            moved = gradient_bytes(whole, self.workload.dtype)
+            moved = gradient_bytes(whole, self.workload.dtype, candidate.zero)
             sync_s = model.collective_s("all_reduce", moved, dp_span(mesh))
         traffic = self._states(0.0, whole, candidate).optimizer_traffic
         return sync_s * share, model.speeds.pass_seconds(traffic) * share

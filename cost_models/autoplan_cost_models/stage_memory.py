@@ -90,7 +90,7 @@ def gathered_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> li
     largest = sorted(regions, key=lambda region: -region.cost.parameter_bytes)[:2]
     items: list[MemoryItem] = []
     for region in largest:
-        whole_gradient = gradient_bytes(region.cost.trainable_numel, setting.dtype)
+        whole_gradient = gradient_bytes(region.cost.trainable_numel, setting.dtype, setting.zero)
         items.append(MemoryItem(f"gathered weights of {region.name}", region.cost.parameter_bytes))
         items.append(MemoryItem(f"whole gradients of {region.name}", whole_gradient))
     return items

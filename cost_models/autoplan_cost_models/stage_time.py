@@ -69,7 +69,7 @@ def zero_exposed_s(
     """
     span = dp_span(mesh)
     gather = cost_model.collective_s("all_gather", cost.parameter_bytes, span)
-    reduce = cost_model.collective_s("reduce_scatter", gradient_bytes(cost.trainable_numel, dtype), span)
+    reduce = cost_model.collective_s("reduce_scatter", gradient_bytes(cost.trainable_numel, dtype, 3), span)
     forward = cost.forward_s + cost.tp_forward_s
     backward = cost.backward_s + cost.tp_backward_s + cost.recompute_s[recompute]
     return _overlap_adds_s(forward, gather), _overlap_adds_s(backward, gather + reduce)
@@ -104,7 +104,7 @@ def stage_seconds(
         tp_backward=sum(cost.tp_backward_s for cost in costs),
         gather_forward=sum(forward for forward, _ in exposed),
         gather_backward=sum(backward for _, backward in exposed),
-        gradient_sync=_gradient_sync_s(gradient_bytes(trainable_numel, dtype), cost_model, mesh, zero),
+        gradient_sync=_gradient_sync_s(gradient_bytes(trainable_numel, dtype, zero), cost_model, mesh, zero),
         optimizer=cost_model.speeds.pass_seconds(states.optimizer_traffic),
     )
 

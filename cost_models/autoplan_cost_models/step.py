@@ -177,7 +177,7 @@ def _tied_sync_s(
         places = sorted(set(by_layout.values()))
         if len(by_layout) > 1 and len(places) > 1:
             stride = part.mesh.tp * part.mesh.dp * (places[-1] - places[0])
-            moved = gradient_bytes(sizes[source], workload.dtype)
+            moved = gradient_bytes(sizes[source], workload.dtype, part.zero)
             total += cost_model.collective_s("all_reduce", moved, Span(len(places), stride))
     return total
 

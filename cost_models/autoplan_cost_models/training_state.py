@@ -3,7 +3,8 @@
 Comes in: parameter counts, dtype policy, optimizer, ZeRO stage and data-parallel degree. Goes out: named
 bytes on one device. Mixed-precision Adam costs 2 + 2 + 4 + 4 + 4 = 16 bytes a parameter, and ZeRO
 divides optimizer state (1), gradients (2) and weights (3) by the degree: Rajbhandari et al., "ZeRO",
-arXiv 1910.02054, section 3.1 and figure 1.
+arXiv 1910.02054, section 3.1 and figure 1. Whole gradients (ZeRO 0 and 1) are added up over micro-batches in
+fp32, as the runtime does (and Megatron-LM's main gradients): 2 bytes more.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """Bytes per element of each kind of state; ``moment`` is per moment of the optimizer."""
+    """Bytes per element of each kind of state; ``moment`` is per moment of the optimizer.
+
+    ``gradient`` is that of a sharded gradient (FSDP2 keeps the weight's dtype), ``accumulated`` that of a
+    whole one, which is added up over micro-batches.
+    """
 
     weight: int
     gradient: int
+    accumulated: int
     master: int
     moment: int
 
 
 # bf16: model.to(bf16) with fp32 master weights and moments. bf16-pure: everything in bf16.
 POLICIES: dict[str, DtypePolicy] = {
-    "fp64": DtypePolicy(8, 8, 0, 8),
-    "fp32": DtypePolicy(4, 4, 0, 4),
-    "bf16": DtypePolicy(2, 2, 4, 4),
-    "fp16": DtypePolicy(2, 2, 4, 4),
-    "bf16-pure": DtypePolicy(2, 2, 0, 2),
+    "fp64": DtypePolicy(8, 8, 8, 0, 8),
+    "fp32": DtypePolicy(4, 4, 4, 0, 4),
+    "bf16": DtypePolicy(2, 2, 4, 4, 4),
+    "fp16": DtypePolicy(2, 2, 4, 4, 4),
+    "bf16-pure": DtypePolicy(2, 2, 2, 0, 2),
 }
 MOMENTS: dict[str, int] = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "lion": 1, "adagrad": 1}
 
@@ -81,15 +87,16 @@ def state_bytes(
         raise BadInputError(f"zero = {zero}: expected 0, 1, 2 or 3; type --pin zero=3 for full sharding.")
     return StateBytes(
         weights=parameter_bytes / (dp if zero >= 3 else 1),
-        gradients=policy.gradient * trainable_numel / (dp if zero >= 2 else 1),
+        gradients=gradient_bytes(trainable_numel, dtype, zero) / (dp if zero >= 2 else 1),
         master=policy.master * trainable_numel / (dp if zero >= 1 else 1),
         moments=moments * policy.moment * trainable_numel / (dp if zero >= 1 else 1),
     )
 
 
-def gradient_bytes(trainable_numel: float, dtype: str) -> float:
-    """Bytes of whole (unsharded) gradients."""
-    return _lookup(POLICIES, dtype, "--dtype").gradient * trainable_numel
+def gradient_bytes(trainable_numel: float, dtype: str, zero: int) -> float:
+    """Bytes of the gradients of ``trainable_numel`` parameters before any sharding, as they are reduced."""
+    policy = _lookup(POLICIES, dtype, "--dtype")
+    return (policy.gradient if zero >= 2 else policy.accumulated) * trainable_numel
 
 
 def _lookup(table: dict[str, Entry], key: str, option: str) -> Entry:
