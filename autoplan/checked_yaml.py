@@ -136,17 +136,25 @@ def read_yaml(path: Path, error: type[AutoplanError]) -> Entry:
     """The root entry of a YAML file (safe subset); an unreadable or malformed file raises ``error``."""
     try:
         source = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as reason:
+    except (OSError, UnicodeDecodeError) as failure:
+        reason = failure.strerror if isinstance(failure, OSError) else "not UTF-8 text"
         raise error(f"{path}: expected a readable YAML file, got: {reason}.") from None
     try:
         loader = _LOADER(source)
         node = loader.get_single_node()
         value: object = None if node is None else loader.construct_document(node)
-    except (yaml.YAMLError, ValueError) as reason:
-        raise error(f"{path}: expected YAML, got: {' '.join(str(reason).split())}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as reason:
+        raise error(f"{path}: {yaml_complaint(reason)}") from None
     if node is None:
         raise error(f"{path}: expected a YAML mapping, got an empty file.")
     return Entry(value, node, "", str(path), error)
+
+
+def yaml_complaint(error: Exception) -> str:
+    """What a YAML parser raised as one sentence with its line."""
+    mark = getattr(error, "problem_mark", None)
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    return f"expected YAML, got: {problem}{f' in line {mark.line + 1}' if mark else ''}."
 
 
 def _shown(value: object) -> str:

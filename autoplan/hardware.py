@@ -233,6 +233,10 @@ def _read_profile(path: Path) -> HardwareProfile:
         top["name"].fail(f"the file's own name `{path.stem}`")
     parts = {part: read.quantities(top[part], units) for part, units in _QUANTITIES.items()}
     memory, node = parts["memory"], _check_node(top["node"].mapping(), parts["node"])
+    if memory["reserve_gib"].value >= memory["usable_gib"].value:
+        top["memory"].mapping()["reserve_gib"].fail(
+            "less than usable_gib", f"{memory['reserve_gib'].value / _GIB:g}"
+        )
     peaks = {k: read.quantity(v, _TFLOPS) for k, v in _keyed(top["peak_tflops"], DTYPES).items()}
     canonical = json.dumps(root.value, sort_keys=True)
     return HardwareProfile(

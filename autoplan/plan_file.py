@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from autoplan.errors import BadPlanError
+from autoplan.checked_yaml import yaml_complaint
+from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import RECOMPUTE, Layout, Part, Plan, RegionPlan
 from autoplan.plan_data import decode, describe, differences, encode
 from autoplan.plan_table import plan_table
@@ -27,13 +28,21 @@ _SEAL_KEYS = ("fingerprint", "sealed_copy")
 _LINE = 110
 _UNWRAPPED = 1_000_000
 _SEARCH_AGAIN = "The forecast holds for the sealed plan only: search again, with --pin to fix this field."
+_MAKE_ONE = "Make a plan with `autoplan search model.py -o plan.yaml`."
 _HEADING = "A plan of autoplan. To change it, search again with --pin KEY=VALUE: an edited file is refused."
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write ``plan`` to ``path``; BadPlanError for a plan that contradicts itself or cannot come back."""
+    """Write ``plan`` to ``path``.
+
+    Raises BadPlanError for a plan that contradicts itself or cannot come back, BadInputError for a path
+    that cannot be written.
+    """
     check_plan(plan)
-    Path(path).write_text(plan_text(plan), encoding="utf-8")
+    try:
+        Path(path).write_text(plan_text(plan), encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}. Give another file with -o.") from None
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -42,9 +51,7 @@ def load_plan(path: str | Path) -> Plan:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise BadPlanError(
-            f"cannot read the plan {path}: {reason}.\nMake one with `autoplan search model.py -o plan.yaml`."
-        ) from None
+        raise BadPlanError(f"cannot read the plan {path}: {reason}.\n{_MAKE_ONE}") from None
     try:
         return parse_plan(text)
     except BadPlanError as error:
@@ -69,14 +76,15 @@ def parse_plan(text: str) -> Plan:
     try:
         document = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadPlanError(f"not YAML: {' '.join(str(error).split())}") from None
+        raise BadPlanError(f"{yaml_complaint(error)}\n{_MAKE_ONE}") from None
     return plan_of(document)
 
 
 def plan_of(document: Any) -> Plan:
     """The plan in an already parsed file; refuses what is not, or no longer, a plan that was saved."""
     if not isinstance(document, dict) or _FORMAT_KEY not in document:
-        raise BadPlanError(f"not a plan: expected the entry `{_FORMAT_KEY}`, found {describe(document)}.")
+        found = describe(document)
+        raise BadPlanError(f"not a plan: expected the entry `{_FORMAT_KEY}`, found {found}.\n{_MAKE_ONE}")
     if type(document[_FORMAT_KEY]) is not int or document[_FORMAT_KEY] != FORMAT:
         raise BadPlanError(
             f"{_FORMAT_KEY}: expected {FORMAT}, found {describe(document[_FORMAT_KEY])}, "

@@ -31,10 +31,11 @@ def find_profile(name_or_path: str | None) -> Path:
         return Path(wanted).expanduser()
     aliases = _aliases()
     if wanted.lower() not in aliases:
+        said = wanted if name_or_path else f"AUTOPLAN_HW={wanted}"
         near = difflib.get_close_matches(wanted.lower(), aliases, 1, 0.4)
         advice = f" Did you mean `--hw {near[0]}`?" if near else ""
         raise BadInputError(
-            f"Expected a known chip or the path of a .yaml file, got `{wanted}`.{advice}\nKnown: {known}."
+            f"Expected a known chip or the path of a .yaml file, got `{said}`.{advice}\nKnown: {known}."
         )
     return aliases[wanted.lower()]
 

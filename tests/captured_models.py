@@ -67,13 +67,14 @@ SMALL: dict[str, dict[str, Any]] = {
 SEQUENCE = 48
 
 
-def small_source(name: str) -> ModelSource:
-    """The source of an example with its configuration made small."""
+def small_source(name: str, layers: int | None = None) -> ModelSource:
+    """The source of an example with its configuration made small (``layers`` blocks, if it has a config)."""
     source = load_model_source(EXAMPLES / f"{name}.py")
     config = getattr(sys.modules[source.construct.__module__], "config", None)
     for key, value in SMALL[name].items():
         if hasattr(config, key):
-            setattr(config, key, value)
+            depth = layers is not None and key in ("num_hidden_layers", "num_layers", "num_decoder_layers")
+            setattr(config, key, layers if depth else value)
     return source
 
 

@@ -669,6 +669,8 @@ def test_apply_writes_a_file_and_tells_how_to_launch_it(
     assert command("apply", saved_plan(tmp_path, "cpu", dp=1, tp=1), str(script), "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["devices"] == 2 and "torchrun --standalone --nproc-per-node 2" in told["launch"]
+    with pytest.raises(BadInputError, match="Is a directory"):  # it was a traceback
+        command("apply", saved_plan(tmp_path, "cpu", dp=1, tp=1), ".")
 
 
 def test_a_script_that_is_not_understood_leaves_no_file(tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ BAD_FILES = [
     ("[flash_attention,", "[flash_atention,", ["kernels[0]", "Did you mean `flash_attention`?"]),
     ('FAST_MODE: "1"', "FAST_MODE: 1", ["environment.XMLIR_MATMUL_FAST_MODE", "put numbers in quotes"]),
     ("vendor: Kunlunxin\n", "vendor: A\nvendor: B\n", ["vendor", "each field once"]),
-    ("vendor: Kunlunxin\n", "vendor: [\n", ["expected YAML"]),
+    ("vendor: Kunlunxin\n", "vendor: [\n", ["expected YAML", "in line"]),
+    ("usable_gib: {value: 95.83", "usable_gib: {value: 0.5", ["memory.reserve_gib", "less than usable_gib"]),
     ("vendor: Kunlunxin\n", "vendor: !!python/object:os.system x\n", ["expected YAML"]),
 ]
 

@@ -221,6 +221,15 @@ def small(module: nn.Module, *inputs: Tensor) -> fx.GraphModule:
     return functional_graph(module, inputs)
 
 
+def test_layers_under_frozen_parameters_are_laid_out() -> None:
+    """A contraction with nothing differentiable (a LoRA model's first layer) ended in an empty ``min``."""
+    graph = small(nn.Linear(64, 64), torch.rand(2, 8, 64))
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            node.meta |= {"requires_grad": False, "trainable": False}
+    assert choose_layout(graph, 2, ChipPrices(2)).tp == 2
+
+
 def test_head_keeps_logits_cut() -> None:
     """Gathered logits are the largest tensor of a model; the loss is computed on their pieces."""
     graph = small(Head(32, 4096), torch.rand(2, 512, 32), torch.zeros(2, 512, dtype=torch.long))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from plan_fixture import llama_plan
 
-from autoplan.errors import BadPlanError
+from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import Layout, Plan, RegionPlan, Stage
 from autoplan.plan_file import parse_plan, plan_fingerprint, plan_of, plan_text
 from autoplan.region_runs import expand_range, fold_regions, range_label
@@ -168,8 +168,14 @@ def test_what_is_not_a_plan_is_refused_in_one_sentence(data: Any, message: str) 
 @pytest.mark.parametrize("text", ["a: [1, 2", "a: 2024-13-45", "!!python/object/apply:os.system ['true']"])
 def test_what_is_not_yaml_is_refused_in_one_sentence(text: str) -> None:
     """Guards: a parser's traceback, or objects built from a file."""
-    with pytest.raises(BadPlanError, match="not YAML"):
+    with pytest.raises(BadPlanError, match="expected YAML"):
         parse_plan(text)
+
+
+def test_a_plan_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    """Guards: IsADirectoryError as a traceback after a whole search."""
+    with pytest.raises(BadInputError, match="cannot write"):
+        PLAN.save(tmp_path)
 
 
 def test_a_file_that_is_not_there_names_the_command_that_makes_it(tmp_path: Path) -> None:

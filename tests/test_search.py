@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ from autoplan.cli import main
 from autoplan.errors import BadInputError, InfeasibleError
 from autoplan.plan import Mesh, Plan
 from autoplan.planner.driver import search_plan
-from autoplan.planner.space import Pins, candidates, parse_pins
+from autoplan.planner.space import Pins, candidates, divisors, parse_pins, require_pinned_regions
+from autoplan.runtime.check import run_check
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GPT = EXAMPLES / "gpt.py"
@@ -92,6 +94,43 @@ def test_bad_pins_are_named(pin: str, says: str) -> None:
     assert repr(pin) in str(caught.value)
 
 
+def test_contradicting_pins_are_refused() -> None:
+    """The last of two pins won silently."""
+    with pytest.raises(BadInputError, match="tp is pinned to 2 already"):
+        parse_pins(["tp=2", "pp=2", "tp=1"])
+    assert parse_pins(["tp=2", "tp=2"]) == Pins(tp=2)
+
+
+@pytest.mark.parametrize(
+    ("glob", "says"), [("nolayer.*", "embed, blocks.0-3, head"), ("blocks.0-7", "blocks.4")]
+)
+def test_a_region_pin_that_matches_nothing_is_refused(glob: str, says: str) -> None:
+    """It was ignored, and the plan looked pinned."""
+    regions = ["embed", *(f"blocks.{i}" for i in range(4)), "head"]
+    require_pinned_regions(parse_pins(["blocks.0-3:recompute=full", "hea*:recompute=none"]), regions)
+    with pytest.raises(BadInputError, match=says):
+        require_pinned_regions(parse_pins([f"{glob}:recompute=full"]), regions)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"devices": 10**9}, "--devices 1000000000: expected a whole number from 1 to"),
+        ({"devices": 0}, "--devices 0: expected"),
+        ({"global_batch": -1}, "--global-batch -1: expected"),
+    ],
+)
+def test_counts_out_of_range_are_refused(options: dict[str, int], says: str) -> None:
+    """A billion devices were searched for minutes; 0 from Python was not refused at all."""
+    with pytest.raises(BadInputError, match=says):
+        search_plan(GPT, hw="cpu", **options)  # pyright: ignore[reportArgumentType]  only counts are given
+
+
+def test_divisors_are_all_and_ascending() -> None:
+    for n in (1, 2, 12, 16, 36, 97):
+        assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
 def test_mesh_that_does_not_multiply_out_is_refused() -> None:
     """``--devices 6 --pin tp=4`` named no way out."""
     with pytest.raises(BadInputError, match="--devices 8"):
@@ -99,7 +138,7 @@ def test_mesh_that_does_not_multiply_out_is_refused() -> None:
 
 
 def test_batch_that_no_mesh_divides_lists_the_nearest() -> None:
-    with pytest.raises(BadInputError, match="nearest that work: 8"):
+    with pytest.raises(BadInputError, match="nearest that work: 8, 4"):
         candidates(4, 7, [1], 1, Pins())
 
 
@@ -116,6 +155,8 @@ def test_tp_that_does_not_divide_heads_lists_degrees() -> None:
     """A fractional head was planned silently."""
     with pytest.raises(BadInputError, match=r"4 heads.*valid degrees: 1, 2"):
         search_plan(GPT, hw="cpu", devices=3, global_batch=6, pins=("tp=3",))
+    with pytest.raises(BadInputError, match=r"here 2 devices; valid degrees: 1, 2"):
+        search_plan(GPT, hw="cpu", devices=2, global_batch=6, pins=("tp=4",))
 
 
 def test_nothing_fits_says_what_does(tmp_path: Path) -> None:
@@ -134,10 +175,55 @@ def test_nothing_fits_says_what_does(tmp_path: Path) -> None:
         search_plan(model, hw="cpu", devices=2, global_batch=8)
     message = str(caught.value)
     assert caught.value.exit_code == 1
-    assert message.count(" GiB  ") == 3 and "--devices 8" in message
+    assert message.count(" GiB  ") == 3 and "--devices 6 (the smallest count that fits)" in message
+    assert search_plan(model, hw="cpu", devices=6, global_batch=8).workload.devices == 6
     plan = search_plan(model, hw="cpu", global_batch=8)
     assert plan.workload.devices == 8
     assert any("--devices" in assumption for assumption in plan.assumptions)
+
+
+SMALL = """
+from torch import nn, randn
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Conv1d(8, 1, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))).square().mean()
+
+def build_model():
+    return Small()
+
+def example_inputs(batch_size):
+    return {"x": randn(batch_size, 8, 4)}
+"""
+
+
+def test_batch_norm_is_told_and_its_way_out_holds(tmp_path: Path) -> None:
+    """A plan for batch norm failed `check` without a word on why."""
+    model = tmp_path / "small.py"
+    model.write_text(SMALL)
+    pins = ("dp=1", "micro_batch=8")
+    plan = search_plan(model, hw="cpu", devices=2, global_batch=8, pins=pins)
+    assert any(text.startswith("batch norm") for text in plan.assumptions)
+    assert run_check(plan, model).ok
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("return Small()", "return Small().requires_grad_(False)", "requires_grad, and none is"),
+        (".square()", ".square().detach()", "its loss depends on none"),
+    ],
+)
+def test_a_model_that_cannot_train_is_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
+    """It was planned, and training it ended in a traceback."""
+    model = tmp_path / "small.py"
+    model.write_text(SMALL.replace(old, new))
+    with pytest.raises(BadInputError, match=says):
+        search_plan(model, hw="cpu", devices=2)
 
 
 def test_command_line_json_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,8 +243,42 @@ def test_command_line_json_and_exit_codes(tmp_path: Path, capsys: pytest.Capture
     assert main(["search", str(tmp_path / "none.py"), "--hw", "cpu"]) == 2
     assert main(["search", str(GPT), "--hw", "kunlunn"]) == 2
     assert main(["search", str(GPT), "--hw", "cpu", "--devices", "0"]) == 2
-    assert main(["serch"]) == 2
-    assert "search" in capsys.readouterr().err
+    assert main(["search", str(GPT), "--hw", "cpu", "-o", str(tmp_path)]) == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("serch", "Did you mean `search`?"),
+        ("search model.py --hww cpu", "Did you mean `--hw`?\nType `autoplan search --help`"),
+        ("search model.py --dtype bf61", "Did you mean `bf16`?"),
+        ("hw lst", "Did you mean `list`?"),
+        ("search model.py other.py", "unknown argument other.py"),
+        ("search model.py --devices two", "expected a whole number of at least 1, got 'two'"),
+    ],
+)
+def test_slips_of_the_keyboard_name_what_was_meant(
+    typed: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unknown options named neither the nearest one nor the command they were typed for."""
+    assert main(typed.split()) == 2
+    assert says in capsys.readouterr().err
+    assert main([*typed.split(), "--json"]) == 2
+    assert says in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_what_the_model_prints_stays_out_of_the_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A ``print`` in model.py came before the object."""
+    noisy = tmp_path / "noisy.py"
+    noisy.write_text(GPT.read_text() + '\nprint("hello")\n')
+    typed = ["search", str(noisy), "--hw", "cpu", "--devices", "1", "-o", str(tmp_path / "p.yaml"), "--json"]
+    with open(1, "w", closefd=False) as standard_output, contextlib.redirect_stdout(standard_output):
+        assert main(typed) == 0
+    told = capfd.readouterr()
+    assert json.loads(told.out)["devices"] == 1 and "hello" in told.err
 
 
 def test_a_module_in_memory_plans_like_its_file(gpt_plan: Plan) -> None:

@@ -145,6 +145,8 @@ def test_a_file_gets_plain_wide_text(monkeypatch: pytest.MonkeyPatch) -> None:
     text = printed(PLAN, None)
     assert "\x1b" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) > 90
+    monkeypatch.setenv("COLUMNS", "0")  # printed nothing at all
+    assert "stage" in printed(PLAN, None)
 
 
 def test_estimates_are_marked_and_named() -> None:
@@ -219,3 +221,17 @@ UNITS = [
 def test_units(text: str, expected: str) -> None:
     """Guards: 1024 and 1000 mixed up; a number of nine digits where three tell it."""
     assert text == expected
+
+
+def test_stage_code_is_written_without_weights(tmp_path: Path) -> None:
+    """The generated modules could only be seen from a running rank."""
+    from autoplan.planner.driver import search_plan
+
+    gpt = Path(__file__).parent.parent / "examples" / "gpt.py"
+    plan = search_plan(gpt, hw="cpu", devices=4, global_batch=8, pins=("tp=2", "pp=2"))
+    plan.save(tmp_path / "plan.yaml")
+    assert main(["show", str(tmp_path / "plan.yaml"), "--stages", str(tmp_path / "stages")]) == 0
+    codes = [(tmp_path / "stages" / f"stage_{k}.py").read_text() for k in range(2)]
+    assert all("reduce_from(" in code and "import autoplan" not in code for code in codes)
+    for code in codes:
+        compile(code, "stage.py", "exec")

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     plan = Plan.load(args.plan)
     profile = load_profile(args.hw or plan.hardware)
-    output = args.output or args.script.with_name(f"{args.script.stem}_autoplan.py")
+    output = args.output or args.script.parent / f"{args.script.stem}_autoplan.py"
     rewrite = rewritten(args.script, args.plan, output)
     if output.resolve() == args.script.resolve():
         raise BadInputError(f"{output} is the script itself: give another file with -o.")

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoplan.cli.progress import output_to_stderr
 from autoplan.errors import BadInputError, ParityError
 
 if TYPE_CHECKING:
+    from autoplan.plan import Plan
     from autoplan.runtime.check import CheckResult
 
 HEADINGS = ("layout", "recompute", "ranks", "loss", "worst gradient", "norm", "bits", "result")
@@ -40,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """0 if every check passed, 1 with the worst gradient's name if one did not, 2 for bad input."""
     if not 1 <= args.devices <= 8:
         raise BadInputError(f"--devices {args.devices}: `check` starts 1 to 8 ranks on the CPU.")
-    results = _matrix(args) if args.matrix else [_single(args)]
+    with output_to_stderr(args.json):
+        results = _matrix(args) if args.matrix else [_single(args)]
     failed = [result for result in results if not result.ok]
     if args.json:
         print(json.dumps(_json(results, args.matrix)))
@@ -59,7 +62,7 @@ def _single(args: argparse.Namespace) -> CheckResult:
     plan = Plan.load(args.plan)
     small = shrink(plan) if args.shrink else None
     checked = small.plan if small else plan
-    model = args.model or plan.model.source
+    model = args.model or _recorded_source(args.plan, plan)
     devices = checked.parts[0].mesh.devices
     if devices > args.devices:
         raise BadInputError(
@@ -70,12 +73,22 @@ def _single(args: argparse.Namespace) -> CheckResult:
     return checker.check(checked)
 
 
+def _recorded_source(path: str, plan: Plan) -> str:
+    """The model's file as the plan names it, if it is there."""
+    source = plan.model.source
+    if not Path(source).is_file():
+        raise BadInputError(
+            f"{path} was made from {source}, which is not here: type `autoplan check {path} MODEL.py`."
+        )
+    return source
+
+
 def _matrix(args: argparse.Namespace) -> list[CheckResult]:
     from autoplan.plan import Plan
     from autoplan.runtime.matrix import check_matrix, searched_plans
 
     plan = Plan.load(args.plan) if Path(args.plan).suffix in (".yaml", ".yml") else None
-    model = args.model or (plan.model.source if plan else args.plan)
+    model = args.model or (_recorded_source(args.plan, plan) if plan else args.plan)
     sizes = {
         **(plan.workload.sizes if plan else {}),
         **({"sequence": args.sequence} if args.sequence else {}),

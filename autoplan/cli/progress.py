@@ -1,8 +1,14 @@
-"""One line of progress on standard error for anything longer than two seconds; silent when not wanted."""
+"""What goes to standard error while a command works: one line of progress, and what the user's code prints.
+
+Progress shows after two seconds and is silent when not wanted; with ``--json``, standard output is kept
+for the one object.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Generator
 
@@ -42,3 +48,20 @@ def _late_lines(console: Console) -> Callable[[str], None]:
             console.print(text, highlight=False)
 
     return say
+
+
+@contextlib.contextmanager
+def output_to_stderr(wanted: bool) -> Generator[None]:
+    """What is printed inside (by the user's code, by child processes) goes to standard error, if wanted."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.cli.progress import output_to_stderr
 from autoplan.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -67,26 +66,13 @@ def _start(launch: Launch, path: Path, args: argparse.Namespace) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, beside))
     options = torchrun.parse_args(launch.options(str(path), args.arguments))
     try:
-        with _output_to_stderr() if args.json else contextlib.nullcontext():
+        with output_to_stderr(args.json):
             torchrun.run(options)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         print(f"autoplan: rank {rank} ended with exit code {first.exitcode}.", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 1
     return 0
-
-
-@contextlib.contextmanager
-def _output_to_stderr() -> Generator[None]:
-    """What the ranks print goes to standard error, so that standard output holds one JSON object."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _writable(folder: Path) -> Path | None:

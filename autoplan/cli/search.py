@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", help="model.py with build_model() and example_inputs(), or a config.json")
     add_workload_options(parser)
-    parser.add_argument("-o", "--output", default="plan.yaml", help="where the plan goes (plan.yaml)")
+    parser.add_argument(
+        "-o", "--output", default="plan.yaml", metavar="FILE", help="where the plan goes (plan.yaml)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -24,11 +27,15 @@ def add_parser(subparsers: Any) -> None:
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what is trained and where."""
     parser.add_argument("--hw", help="hardware profile: a name, alias or path (else AUTOPLAN_HW)")
-    parser.add_argument("--devices", type=positive, help="devices of the cluster (one node, or what fits)")
-    parser.add_argument("--global-batch", type=positive, help="samples per optimizer step")
+    parser.add_argument(
+        "--devices", type=positive, metavar="N", help="devices of the cluster (one node, or what fits)"
+    )
+    parser.add_argument("--global-batch", type=positive, metavar="N", help="samples per optimizer step")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), help="the model's dtype")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default=None, help="the optimizer (adamw)")
-    parser.add_argument("--sequence", type=positive, help="passed to example_inputs as sequence=N")
+    parser.add_argument(
+        "--sequence", type=positive, metavar="N", help="passed to example_inputs as sequence=N"
+    )
     parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="another size")
     parser.add_argument(
         "--pin", action="append", default=[], metavar="KEY=VALUE", help="fix part of the plan"
@@ -60,14 +67,23 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int]:
     return sizes
 
 
+def _require_writable(output: Path) -> None:
+    """Found out before the search, not after it."""
+    if output.is_dir():
+        raise BadInputError(f"--output {output} is a folder: type `-o {output / 'plan.yaml'}`.")
+    if not output.resolve().parent.is_dir():
+        raise BadInputError(f"--output {output}: the folder {output.parent} does not exist; make it.")
+    if not os.access(output if output.exists() else output.resolve().parent, os.W_OK):
+        raise BadInputError(f"--output {output} cannot be written: give another file with -o.")
+
+
 def run(args: argparse.Namespace) -> int:
-    from autoplan.cli.progress import progress
+    from autoplan.cli.progress import output_to_stderr, progress
     from autoplan.planner.driver import search_plan
 
     output = Path(args.output)
-    if not output.resolve().parent.is_dir():
-        raise BadInputError(f"--output {args.output}: the folder {output.parent} does not exist; make it.")
-    with progress(quiet=args.json) as say:
+    _require_writable(output)
+    with output_to_stderr(args.json), progress(quiet=args.json) as say:
         plan = search_plan(
             args.model,
             hw=args.hw,

@@ -17,6 +17,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan as SVG")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan as PNG")
     parser.add_argument("--dot", type=Path, metavar="FILE", help="write the drawing's Graphviz source")
+    parser.add_argument(
+        "--stages", type=Path, metavar="DIR", help="write the code of each stage (stage_0.py, ...)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -28,14 +31,14 @@ def run(args: argparse.Namespace) -> int:
     from autoplan.report.terminal import print_plan
 
     plan = Plan.load(args.plan)
-    drawn = _draw(plan, args)
+    drawn = _draw(plan, args) + _write_stages(plan, args.stages)
     if args.json:
         print(json.dumps(plan_summary_json(plan, args.plan) | {"drawn": drawn}))
         return 0
     if not drawn:
         print_plan(plan, sys.stdout)
     for path in drawn:
-        print(f"drew {path}")
+        print(f"wrote {path}")
     return 0
 
 
@@ -56,3 +59,23 @@ def _draw(plan: Any, args: argparse.Namespace) -> list[str]:
     for form, path in asked.items():
         write_picture(dot_text, path, form)
     return [str(path) for path in (args.dot, *asked.values()) if path is not None]
+
+
+def _write_stages(plan: Any, directory: Path | None) -> list[str]:
+    """Trace the plan's model and write the module that each stage runs; the paths written."""
+    if directory is None:
+        return []
+    from autoplan.cli.progress import progress
+    from autoplan.runtime.prepare import prepare_from_file
+
+    with progress() as say:
+        say(f"tracing {plan.model.source}")
+        program = prepare_from_file(plan)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = [directory / f"stage_{index}.py" for index in range(len(program.sources))]
+        for path, source in zip(paths, program.sources):
+            path.write_text(source.text, encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(f"cannot write into {directory}: {error.strerror}.") from None
+    return [str(path) for path in paths]

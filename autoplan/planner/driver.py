@@ -36,6 +36,7 @@ from autoplan.planner.space import (
     require_counts,
     require_pinned_regions,
 )
+from autoplan.regions import differentiable_nodes
 from autoplan_cost_models import CostModel
 
 MOST_NODES = 4096
@@ -114,6 +115,7 @@ def search_capture(
     say: Callable[[str], None],
 ) -> Plan:
     """The best plan for a captured model."""
+    _require_trainable(capture)
     costs = ModelCosts(capture, CostModel(profile, capture.dtype), say)
     require_pinned_regions(pins, [region.name for region in costs.regions])
     if request.optimizer is None:
@@ -147,7 +149,7 @@ def search_capture(
         layouts=costs.layouts(best.part.mesh.tp, best.part.micro_batch),
         prediction=best.prediction,
         certificate=certificate,
-        assumptions=tuple(assumptions + list(capture.warnings)),
+        assumptions=(*assumptions, *_batch_statistics(capture), *capture.warnings),
         wall_s={**walls, "total": ended - start},
     )
 
@@ -251,6 +253,29 @@ def _default_dtype(profile: HardwareProfile, assumptions: list[str]) -> str:
     masters = " with fp32 master weights" if dtype == "bf16" else ""
     assumptions.append(f"dtype {dtype}{masters} (--dtype)")
     return dtype
+
+
+def _require_trainable(capture: Capture) -> None:
+    """Raises BadInputError where backward would reach no parameter."""
+    trainable = any(info.trainable and not info.is_buffer for info in capture.parameters.values())
+    (loss,) = capture.graph.output_node().all_input_nodes
+    if not trainable or loss not in differentiable_nodes(capture):
+        why = "its loss depends on none that is" if trainable else "none is"
+        raise BadInputError(
+            f"{capture.source}: training {capture.name} needs parameters with requires_grad, and {why}. "
+            "Look for requires_grad=False, detach() and no_grad() in it."
+        )
+
+
+def _batch_statistics(capture: Capture) -> list[str]:
+    """Said where batch norm trains: its loss is not a mean over samples, whatever the layout."""
+    norms = (node for node in capture.graph.nodes if str(node.target) == "aten.batch_norm.default")
+    if not any(node.args[5] for node in norms):
+        return []
+    return [
+        "batch norm takes its statistics over one micro-batch of one device, as it does under gradient "
+        "accumulation and DDP (--pin dp=1 --pin micro_batch=GLOBAL_BATCH for the whole batch)"
+    ]
 
 
 def _tp_message(tp: int, costs: ModelCosts, degrees: Sequence[int], most: int) -> str:

@@ -26,6 +26,8 @@ from autoplan.report.summary import fullest_stage
 from autoplan.units import bytes_text, count_text, seconds_text, share_text
 
 _FILE_WIDTH = 110
+_LEAST_WIDTH = 40  # below it every word would be broken
+_NOUGHT = 1e-6  # a share that rounding alone can make
 _BAR = 12
 
 
@@ -35,6 +37,7 @@ def print_plan(plan: Plan, file: IO[str] | None = None, width: int | None = None
     if width is None and not out.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         width = _FILE_WIDTH
     console = Console(file=out, width=width, highlight=False, soft_wrap=False)
+    console.width = max(console.width, _LEAST_WIDTH)
     console.print(report(plan, console.width, unicode="utf" in (console.encoding or "").lower()))
 
 
@@ -180,7 +183,7 @@ def _shares(items: Mapping[str, float], look: _Look, text: Callable[[float], str
     """Rows name, value, share and bar, the largest first; what is under 1% together in one row."""
     total = sum(items.values()) or 1.0
     ordered = sorted(items.items(), key=lambda item: -item[1])
-    small = {name: value for name, value in ordered if 0 < value < total / 100}
+    small = {name: value for name, value in ordered if total * _NOUGHT < value < total / 100}
     large = {name: value for name, value in ordered if value >= total / 100}
     large |= small if len(small) < 3 else {f"{len(small)} more, each under 1%": sum(small.values())}
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

@@ -9,12 +9,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autoplan.capture import capture_module, load_model_source
+from autoplan.capture import capture_model, capture_module, load_model_source
 from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import Layout, Part, Plan
@@ -103,7 +104,8 @@ def trace_and_prepare(
     part = single_part(plan)
     if example_inputs is None:
         source = load_model_source(plan.model.source)
-        example_inputs, loss_fn = source.example_inputs(part.micro_batch, **plan.workload.sizes), source.loss
+        example_inputs = source.example_inputs(part.micro_batch, **plan.workload.sizes)
+        loss_fn = loss_fn or source.loss
     low = low_precision(plan)
     capture = capture_module(
         model,
@@ -173,6 +175,23 @@ def single_part(plan: Plan) -> Part:
             "Search again without giving parts of the model a mesh of their own."
         )
     return plan.parts[0]
+
+
+def prepare_from_file(plan: Plan, model: str | Path | None = None) -> RunProgram:
+    """What the ranks run, from the plan and its model's file alone: no weights are made, nothing is run.
+
+    ``model`` None: the file the plan names. Raises BadPlanError when the file's model is another one.
+    """
+    workload, part = plan.workload, single_part(plan)
+    capture = capture_model(
+        model or plan.model.source,
+        dtype=workload.dtype,
+        sizes=workload.sizes,
+        opaque=workload.opaque,
+        batch=part.micro_batch,
+    )
+    plan.require_model(capture.fingerprint, capture.name)
+    return prepare(capture, find_regions(capture), plan)
 
 
 def prepare(
