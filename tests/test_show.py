@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from plan_fixture import llama_plan
 
-from autoplan.cli import show
+from autoplan.cli import main, show
 from autoplan.errors import BadInputError
 from autoplan.plan import Plan, RegionPlan
 from autoplan.report import draw
