@@ -332,6 +332,14 @@ def test_the_models_own_checkpoint_calls_are_said(tmp_path: Path) -> None:
         assert targets(capture) == ["aten.linear.default", "aten.mean.default"]
 
 
+def test_batch_statistics_are_said(tmp_path: Path) -> None:
+    """Micro-batches change a batch norm's statistics; the buffers are not carried from step to step."""
+    path = net(tmp_path, "return self.norm(self.inner(x)).pow(2).mean()")
+    path.write_text(path.read_text().replace("self.inner =", "self.norm = nn.BatchNorm1d(8); self.inner ="))
+    capture = capture_model(path, dtype="fp32", sizes={}, batch=2)
+    assert "norm.running_mean" in capture.warnings[0] and "one micro-batch" in capture.warnings[0]
+
+
 def test_a_constructor_that_needs_values_is_built_for_real(tmp_path: Path) -> None:
     """`.item()` in __init__ fails on meta."""
     path = net(tmp_path, "return self.inner(x).mean()")
@@ -471,6 +479,16 @@ def test_code_that_reads_values_is_refused_with_its_line(body: str, tmp_path: Pa
     assert f"{path}:" in str(error.value)
     for words in VALUE_READERS[body]:
         assert words in str(error.value)
+
+
+def test_a_small_integer_input_may_shape_the_graph(tmp_path: Path) -> None:
+    """Image grids decide sizes: their values become part of the graph, and that is said."""
+    path = net(tmp_path, "h, w = grid.tolist()\nreturn self.inner(x).view(-1, h, w).amax(2).mean()")
+    text = path.read_text().replace("forward(self, x)", "forward(self, x, grid)")
+    path.write_text(text.replace("8)}", '8), "grid": torch.tensor([2, 4])}'))
+    capture = capture_model(path, dtype="fp32", sizes={})
+    assert capture.input_names == ("x",) and capture.batch_form.known
+    assert "the values of grid" in capture.warnings[0]
 
 
 def test_an_op_without_fake_implementation_is_refused_by_name(tmp_path: Path) -> None:

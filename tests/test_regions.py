@@ -6,7 +6,7 @@ import pytest
 import torch
 from captured_models import SMALL, run_regions, small_capture, small_regions, small_source
 
-from autoplan.capture import capture_model
+from autoplan.capture import capture_module
 from autoplan.capture.batch import node_forms
 from autoplan.errors import BadInputError
 from autoplan.regions import find_regions, region_graph, side_input_graph
@@ -89,7 +89,8 @@ def test_batch_form_gives_the_graph_of_a_real_capture(name: str) -> None:
     """Patched integers and shapes at batch 3 against a trace made there."""
     capture = small_capture(name)
     assert capture.batch_form.known, capture.warnings
-    real = capture_model(small_source(name), dtype="fp32", sizes=capture.sizes, batch=3)
+    source = small_source(name)
+    real = capture_module(source.construct_checked(), source.example_inputs(3, **capture.sizes), name=name)
     for region, other in zip(small_regions(name), find_regions(real), strict=True):
         patched, traced = (region_graph(c, r, 3).graph for c, r in ((capture, region), (real, other)))
         assert [(f.skeleton, f.integers, f.dims) for f in node_forms(patched)] == [
@@ -120,8 +121,6 @@ def test_frozen_parts_need_no_gradient() -> None:
     module = source.construct_checked()
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not name.startswith(("patch", "vision")))
-    from autoplan.capture import capture_module
-
     capture = capture_module(module, source.example_inputs(1), name="frozen")
     regions = {region.name: region for region in find_regions(capture)}
     wants = {
@@ -138,8 +137,6 @@ def test_frozen_parts_need_no_gradient() -> None:
 
 def test_another_batch_of_a_fixed_capture_is_refused() -> None:
     """A capture of a given module knows its own batch size alone."""
-    from autoplan.capture import capture_module
-
     source = small_source("gpt")
     capture = capture_module(source.construct_checked(), source.example_inputs(2), name="gpt")
     region = find_regions(capture)[1]

@@ -19,8 +19,8 @@ from autoplan.capture.forked import Beside
 from autoplan.capture.internals import FakeTensorMode
 from autoplan.capture.program import BatchForm, Capture, ParameterInfo
 from autoplan.capture.source import Inputs, ModelSource, checked_inputs, load_model_source
-from autoplan.capture.trace import Traced, trace
-from autoplan.errors import AutoplanError, BadInputError
+from autoplan.capture.trace import FIXED_NUMEL_LIMIT, Traced, named_inputs, trace
+from autoplan.errors import AutoplanError, BadInputError, CaptureError
 
 CONSTANT_NUMEL_LIMIT = 1 << 24
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -163,17 +163,32 @@ class _Shot:
     def _trace(self, fake: FakeModel, inputs: Inputs) -> Traced:
         floating = DTYPES[self.dtype]
         with opaque.kept_whole(fake.model, self.opaque):
-            try:
-                traced = trace(fake, self.source.run, cast_inputs(inputs, floating))
-            except AutoplanError:
-                raise
-            except Exception as error:
-                raise diagnose.capture_error(error, self.source.path, fake.model) from error
-        diagnose.refuse_data_dependent(traced.graph, self.source.path)
+            traced = self._trace_or_fix(fake, cast_inputs(inputs, floating))
         trainable = frozenset(name for name, p in fake.model.named_parameters() if p.requires_grad)
         opaque.mark(traced.graph)
         normalise.normalise(traced.graph, traced.constants, fake.values, trainable)
         return traced
+
+    def _trace_or_fix(self, fake: FakeModel, inputs: Inputs) -> Traced:
+        """Trace; where Python code reads values, again with the smallest integer inputs as constants."""
+        reason: CaptureError | None = None
+        for fixed in [frozenset[str](), *small_integer_inputs(inputs)]:
+            try:
+                traced = trace(fake, self.source.run, inputs, fixed)
+            except AutoplanError:
+                raise
+            except Exception as error:
+                reason = reason or diagnose.capture_error(error, self.source.path, fake.model)
+                if not diagnose.is_data_dependent(error):
+                    break
+                continue
+            symbols = diagnose.value_readers(traced.graph, self.source.path)
+            if symbols is None:
+                traced.fixed = tuple(sorted(fixed))
+                return traced
+            reason = reason or symbols
+        assert reason is not None
+        raise reason
 
     def of(self, fake: FakeModel, inputs: Inputs, batch: int | None = None) -> Capture:
         """One capture at the batch size of ``inputs``, its batch form not known."""
@@ -210,8 +225,13 @@ def _losses(traced: Traced) -> list[str]:
         f"{where}: the model's own activation checkpointing is ignored; the plan decides what is recomputed"
         for where in traced.checkpoints
     ]
-    if traced.mutated:
-        names = ", ".join(traced.mutated[:3]) + ("..." if len(traced.mutated) > 3 else "")
+    if traced.fixed:
+        words.append(
+            f"the values of {', '.join(traced.fixed)} in example_inputs() shape the graph and are in it: "
+            "every micro-batch must have the same"
+        )
+    if traced.updated:
+        names = ", ".join(traced.updated[:3]) + ("..." if len(traced.updated) > 3 else "")
         words.append(
             f"buffers that forward updates ({names}) keep their start values: "
             "statistics over the batch are those of one micro-batch"
@@ -229,6 +249,19 @@ def cast_inputs(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     if isinstance(inputs, Mapping):
         return {key: cast(value) for key, value in inputs.items()}
     return tuple(cast(value) for value in inputs)
+
+
+def small_integer_inputs(inputs: Inputs) -> list[frozenset[str]]:
+    """The smallest integer input, and the two smallest, of up to ``FIXED_NUMEL_LIMIT`` elements each."""
+    small = [
+        (value.numel(), key)
+        for key, value in named_inputs(inputs)
+        if isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and value.numel() <= FIXED_NUMEL_LIMIT
+    ]
+    names = [key for _, key in sorted(small)]
+    return [frozenset(names[:count]) for count in (1, 2) if count <= len(names)]
 
 
 def batch_of(inputs: Inputs) -> int:

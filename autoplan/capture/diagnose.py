@@ -149,15 +149,16 @@ def _innermost_module(traceback: TracebackType | None, names: dict[int, str]) ->
     return found
 
 
-def refuse_data_dependent(graph: fx.Graph, source: str) -> None:
-    """Raise for a graph that carries sizes or numbers read from tensors."""
+def value_readers(graph: fx.Graph, source: str) -> CaptureError | None:
+    """The error for a graph that carries sizes or numbers read from tensors, if it does."""
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or (
                 isinstance(value, torch.Tensor) and any(isinstance(d, torch.SymInt) for d in value.shape)
             )
             if symbolic:
-                raise _symbolic_error(node, source)
+                return _symbolic_error(node, source)
+    return None
 
 
 def _symbolic_error(node: fx.Node, source: str) -> CaptureError:

@@ -12,10 +12,12 @@ and "is it a view" in a way that is the same at batch 1 and at larger batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export.graph_signature import ExportGraphSignature, OutputKind
 from torch.fx.node import map_arg
 
 from autoplan.capture.batch import output_tensors
@@ -55,6 +57,7 @@ class Functionaliser:
         self.version: dict[fx.Node, int] = {}
         self.fresh: dict[fx.Node, int] = {}
         self.meta: dict[str, Any] = {}
+        self.written: set[str] = set()
 
     def run(self) -> fx.Graph:
         """The functional graph; placeholders keep their names and order."""
@@ -93,6 +96,8 @@ class Functionaliser:
         """Make ``value`` the current value of ``node`` and of every tensor whose storage it shares."""
         if self.base[node] is node:
             self.version[node] += 1
+            if node.op == "placeholder":
+                self.written.add(node.name)
         else:
             parent = self.parent[node]
             self.write(parent, self._scatter(node, parent, value))
@@ -182,15 +187,38 @@ class Functionaliser:
         raise NotFunctional(f"write through {target}")
 
 
-def functional(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Any, Mapping[str, Any]]:
-    """(graph, signature, constants) in functional form; gradients stay bit-equal."""
+@dataclass(frozen=True)
+class Functional:
+    """A functional graph, the exporter's signature, its constants, and the buffers that forward updated."""
+
+    graph: fx.Graph
+    signature: ExportGraphSignature
+    constants: Mapping[str, Any]
+    updated: tuple[str, ...]
+
+
+def functional(exported: torch.export.ExportedProgram) -> Functional:
+    """The functional form of an exported program; gradients stay bit-equal."""
     try:
-        graph = Functionaliser(exported.graph).run()
-        graph.lint()
-        return graph, exported.graph_signature, dict(exported.constants)
+        rewriter = Functionaliser(exported.graph)
+        graph = rewriter.run()
     except NotFunctional:
         lowered = exported.run_decompositions({})
-        return lowered.graph, lowered.graph_signature, dict(lowered.constants)
+        outputs = lowered.graph_signature.output_specs
+        updated = [str(spec.target) for spec in outputs if spec.kind is OutputKind.BUFFER_MUTATION]
+        return Functional(lowered.graph, lowered.graph_signature, lowered.constants, tuple(updated))
+    graph.lint()
+    buffers = exported.graph_signature.inputs_to_buffers
+    statistics = {n.name for node in graph.nodes for n in _running_statistics(node)}
+    updated = [name for node, name in buffers.items() if node in rewriter.written | statistics]
+    return Functional(graph, exported.graph_signature, exported.constants, tuple(updated))
+
+
+def _running_statistics(node: fx.Node) -> list[fx.Node]:
+    """The buffers that a batch norm updates while it trains (its schema does not say so)."""
+    if node.target is not aten.batch_norm.default or not node.args[5]:
+        return []
+    return [n for n in node.args[3:5] if isinstance(n, fx.Node)]
 
 
 def _is_plain(node: fx.Node) -> bool:

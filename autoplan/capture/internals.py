@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,6 +26,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "constants_up_to",
     "disable_current_modes",
     "disable_torch_function",
     "factories",
@@ -44,6 +50,15 @@ plain_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generato
 # torch.autograd.Function.apply and nn.Module.__call__ as they are when nothing is traced
 PLAIN_APPLY: Any = torch.autograd.Function.__dict__["apply"]
 PLAIN_CALL: Any = nn.Module._wrapped_call_impl
+
+
+@contextlib.contextmanager
+def constants_up_to(numel: int) -> Generator[None]:
+    """Tracing follows the values of constants of up to so many elements (torch: 1)."""
+    with contextlib.ExitStack() as stack:
+        for module in (fake_tensor, proxy_tensor):
+            stack.enter_context(mock.patch.object(module, "CONSTANT_NUMEL_LIMIT", numel))
+        yield
 
 
 def schema_of(op: OpOverload) -> Any:

@@ -206,7 +206,7 @@ def _structure_of(module: nn.Module) -> str:
     words: list[str] = []
     for path, part in module.named_modules():
         settings = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str | bool | None)}
-        words.append(f"{path}:{type(part).__module__}.{type(part).__qualname__}{sorted(settings.items())}")
+        words.append(f"{path}:{type(part).__qualname__}{sorted(settings.items())}")
     return ";".join(words)
 
 

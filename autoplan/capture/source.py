@@ -6,6 +6,7 @@ size, and how to get the scalar loss from what ``forward`` returns.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -208,7 +209,8 @@ def _size_names(function: Callable[..., Any], path: Path) -> tuple[tuple[str, ..
 
 def _import_file(path: Path) -> ModuleType:
     """Run a Python file as a module of its own; its folder is importable while it runs."""
-    name = f"autoplan_model_{abs(hash(str(path.resolve())))}_{path.stem}"
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    name = f"autoplan_model_{digest}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -11,32 +11,41 @@ import gc
 import io
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from autoplan.capture.build import FakeModel, named_tensors
-from autoplan.capture.functional import functional
+from autoplan.capture.folding import CannotUnfold, folded, unfold
+from autoplan.capture.functional import Functional, functional
+from autoplan.capture.internals import constants_up_to
 from autoplan.capture.source import Inputs
 from autoplan.capture.tracing_mode import watched
 
 PREFIX = "model"
+# elements of the largest integer input whose values may become constants of the trace
+FIXED_NUMEL_LIMIT = 64
+Run = Callable[[nn.Module, Inputs], torch.Tensor]
 
 
 class Program(nn.Module):
-    """Forward and loss as one module; its inputs are the tensors among the example inputs, in order."""
+    """Forward and loss as one module; its inputs are the tensors among the example inputs, in order.
 
-    def __init__(
-        self, model: nn.Module, run: Callable[[nn.Module, Inputs], torch.Tensor], inputs: Inputs
-    ) -> None:
+    Inputs named in ``fixed`` are no inputs: their values are constants of the trace.
+    """
+
+    def __init__(self, model: nn.Module, run: Run, inputs: Inputs, fixed: frozenset[str], fold: bool) -> None:
         super().__init__()
         self.model = model
         self._run = run
-        self._leaves, self._spec = pytree.tree_flatten(inputs)
+        self._fold = fold
+        values = dict(named_inputs(inputs))
+        self._leaves = [value.tolist() if key in fixed else value for key, value in values.items()]
+        self._fixed = [value.dtype if key in fixed else None for key, value in values.items()]
+        self._keys = tuple(values) if isinstance(inputs, Mapping) else ()
         self.checkpoints: set[str] = set()
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -45,9 +54,16 @@ class Program(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         queue = list(tensors)
-        leaves = [queue.pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        with watched() as mode, mode:
-            loss = self._run(self.model, pytree.tree_unflatten(leaves, self._spec))
+        leaves: list[Any] = []
+        for leaf, dtype in zip(self._leaves, self._fixed, strict=True):
+            value = queue.pop(0) if isinstance(leaf, torch.Tensor) else leaf
+            leaves.append(value if dtype is None else torch.tensor(value, dtype=dtype))
+        with contextlib.ExitStack() as stack:
+            mode = stack.enter_context(watched())
+            stack.enter_context(mode)
+            if self._fold:
+                stack.enter_context(folded(self.model, mode.state))
+            loss = self._run(self.model, dict(zip(self._keys, leaves)) if self._keys else tuple(leaves))
         self.checkpoints.update(mode.checkpoints)
         return loss
 
@@ -79,32 +95,39 @@ class Traced:
     input_names: tuple[str, ...]
     canonical: Mapping[str, str]
     checkpoints: tuple[str, ...] = ()
-    mutated: tuple[str, ...] = field(default=())
+    updated: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
 
-def input_names(inputs: Inputs) -> tuple[str, ...]:
-    """The keyword or position by which each tensor input is fed."""
+def named_inputs(inputs: Inputs) -> list[tuple[str, Any]]:
+    """Each input with the keyword or position by which it is fed."""
     items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
-    return tuple(str(key) for key, value in items if isinstance(value, torch.Tensor))
+    return [(str(key), value) for key, value in items]
 
 
-def trace(fake: FakeModel, run: Callable[[nn.Module, Inputs], torch.Tensor], inputs: Inputs) -> Traced:
-    """Export ``run(model, inputs)``; the errors of the exporter come out as they are."""
-    program = Program(fake.model, run, inputs)
+def trace(
+    fake: FakeModel, run: Run, inputs: Inputs, fixed: frozenset[str] = frozenset(), fold: bool = True
+) -> Traced:
+    """Export ``run(model, inputs)``; the errors of the exporter come out as they are.
+
+    The values of the inputs named in ``fixed`` are constants of the trace. With ``fold``, equal blocks are
+    traced once where that is provably the same.
+    """
+    program = Program(fake.model, run, inputs, fixed, fold)
     # the exporter prints the graph when it fails
-    with fake.mode, contextlib.redirect_stderr(io.StringIO()), without_collection():
+    quiet = contextlib.redirect_stderr(io.StringIO())
+    with fake.mode, quiet, without_collection(), constants_up_to(FIXED_NUMEL_LIMIT if fixed else 1):
         exported = torch.export.export(program, program.tensors(), strict=False)
-        graph, signature, constants = functional(exported)
-    names = input_names(inputs)
+        program_graph = functional(exported)
+    try:
+        unfold(program_graph.graph)
+    except CannotUnfold:
+        return trace(fake, run, inputs, fixed, fold=False)
+    names = tuple(k for k, v in named_inputs(inputs) if isinstance(v, torch.Tensor) and k not in fixed)
     canonical = canonical_names(fake.model)
     traced = Traced(fx.Graph(), {}, names, canonical, tuple(sorted(program.checkpoints)))
-    outputs = signature.output_specs
-    traced.mutated = tuple(
-        str(spec.target).removeprefix(PREFIX + ".")
-        for spec in outputs
-        if spec.kind is OutputKind.BUFFER_MUTATION
-    )
-    _copy_needed(graph, signature, constants, traced)
+    traced.updated = tuple(name.removeprefix(PREFIX + ".") for name in program_graph.updated)
+    _copy_needed(program_graph, traced)
     return traced
 
 
@@ -114,10 +137,9 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor, _ in named_tensors(model)}
 
 
-def _copy_needed(
-    source: fx.Graph, signature: ExportGraphSignature, constants: Mapping[str, torch.Tensor], traced: Traced
-) -> None:
+def _copy_needed(program: Functional, traced: Traced) -> None:
     """Copy what the loss depends on into ``traced.graph``, placeholders first and named by the model."""
+    source, signature = program.graph, program.signature
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     loss = _loss_node(source, signature)
     needed = ancestors([loss])
@@ -131,7 +153,7 @@ def _copy_needed(
             if (kind, origin) not in made:
                 made[kind, origin] = _placeholder(traced.graph, node, kind, origin)
                 if kind == "constant":
-                    traced.constants[origin] = constants[str(specs[node.name].target)]
+                    traced.constants[origin] = program.constants[str(specs[node.name].target)]
             env[node] = made[kind, origin]
     for node in source.nodes:
         if node.op == "call_function" and node in needed:

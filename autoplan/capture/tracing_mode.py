@@ -115,6 +115,10 @@ class TracingMode(TorchFunctionMode):
         self.autocast: list[torch.dtype | None] = []
         self.checkpoints: set[str] = set()
 
+    def state(self) -> tuple[object, ...]:
+        """What the graph of a module depends on besides its arguments."""
+        return self.without_grad, tuple(self.autocast)
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
