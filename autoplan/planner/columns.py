@@ -20,7 +20,7 @@ import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 from ortools.math_opt.python import mathopt
@@ -32,40 +32,40 @@ from autoplan.planner.relaxed import RelaxedPricer
 
 
 def solve_chain(chain: Chain, *, incumbent_s: float = NEVER, time_limit_s: float = 20.0) -> Solved:
-    """Cut the chain: proposals to simulate and a proved bound. ``incumbent_s`` prunes hopeless columns.
+    """Cut the chain: proposals to price and a proved bound. ``incumbent_s`` prunes hopeless columns.
 
-    Cuts that beat the incumbent are looked for; the bound holds for every cut that does.
+    The bound holds for every cut that beats the incumbent. Its own cut comes first among the proposals: it
+    may need a little too much memory, which pricing finds; the others fit for certain.
     """
-    pricer = ColumnPricer(chain)
+    pricer, relaxed = ColumnPricer(chain), RelaxedPricer(chain)
     if chain.stages == 1:
-        cut = whole_cut(pricer)
-        return Solved((cut,) if cut else (), whole_bound_s(chain))
-    quick = quick_bound_s(chain)
-    relaxed = _columns(chain, RelaxedPricer(chain), incumbent_s)
-    chosen, bound_s = _choose(chain, pricer.runs, relaxed, "bound", time_limit_s)
+        whole = [column for column in (_whole(relaxed), _whole(pricer)) if column is not None]
+        return Solved(_distinct(pricer, [[column] for column in whole]), _whole_bound_s(chain, whole))
+    chosen, bound_s = _choose(
+        chain, pricer.runs, _columns(chain, relaxed, incumbent_s), "bound", time_limit_s
+    )
     if chosen is None:
         return Solved((), NEVER)
     columns = _columns(chain, pricer, incumbent_s)
-    proposals = [_choose(chain, pricer.runs, columns, rows, time_limit_s)[0] for rows in ("formula", "bound")]
-    cuts = dict.fromkeys(cut_of(pricer, proposal) for proposal in proposals if proposal is not None)
-    return Solved(tuple(cuts), max(bound_s, quick))
+    certain = [_choose(chain, pricer.runs, columns, rows, time_limit_s)[0] for rows in ("formula", "bound")]
+    return Solved(_distinct(pricer, [chosen, *certain]), max(bound_s, quick_bound_s(chain)))
 
 
-def whole_cut(pricer: ColumnPricer) -> Cut | None:
-    """The only cut of a single stage, if it fits."""
+def _distinct(pricer: ColumnPricer, proposals: Sequence[list[Column] | None]) -> tuple[Cut, ...]:
+    return tuple(dict.fromkeys(cut_of(pricer, proposal) for proposal in proposals if proposal is not None))
+
+
+def _whole(pricer: ColumnPricer) -> Column | None:
+    """The only column of a single stage, if it fits."""
     takes = tuple((run, pricer.runs[run].length) for run in range(len(pricer.runs)))
-    whole = pricer.column(0, 0, 2 * len(takes), takes)
-    return cut_of(pricer, [whole]) if whole is not None else None
+    return pricer.column(0, 0, 2 * len(takes), takes)
 
 
-def whole_bound_s(chain: Chain) -> float:
-    """A single stage under relaxed memory: its micro-batches one after another, then sync and update."""
-    pricer = RelaxedPricer(chain)
-    takes = tuple((run, pricer.runs[run].length) for run in range(len(pricer.runs)))
-    whole = pricer.column(0, 0, 2 * len(takes), takes)
-    if whole is None:
+def _whole_bound_s(chain: Chain, whole: Sequence[Column]) -> float:
+    """A single stage: its micro-batches one after another, then sync and update."""
+    if not whole:
         return NEVER
-    return chain.microbatches * whole.total_s + whole.sync_s + whole.update_s
+    return chain.microbatches * whole[0].total_s + whole[0].sync_s + whole[0].update_s
 
 
 def _columns(chain: Chain, pricer: ColumnPricer, incumbent_s: float) -> list[Column]:

@@ -12,7 +12,7 @@ stage's peak is at least, for every option o that n_o > 0 regions of some kind u
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +23,14 @@ from autoplan.planner.mixes import ColumnPricer, Counts, Floats, Mix, splits_of,
 
 @dataclass(frozen=True)
 class Points:
-    """Mixes whose largest transient is ``peak_bytes``: all saved bytes, those of its users, extra time."""
+    """Mixes whose largest transient is ``peak_bytes``: all saved bytes, those of its users, extra time.
 
+    Point i is split ``i // len(others)`` of the regions of ``key`` with mix ``i % len(others)`` of the rest.
+    """
+
+    key: str
+    splits: Sequence[tuple[int, int, int]]
+    others: Sequence[Mix]
     peak_bytes: float
     saved_bytes: Floats
     own_bytes: Floats
@@ -32,7 +38,7 @@ class Points:
 
 
 class RelaxedPricer(ColumnPricer):
-    """Columns at the least memory any run of them needs; ``counts`` of its columns are empty."""
+    """Columns at the least memory any run of them needs: whether they fit in truth, pricing them says."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__(chain)
@@ -47,15 +53,18 @@ class RelaxedPricer(ColumnPricer):
     def _least_extra(
         self, counts: Counts, flying: int, room_bytes: float, least_peak: float
     ) -> tuple[float, Mix] | None:
-        best: float | None = None
+        best: tuple[float, Mix] | None = None
         for points in self._points(counts):
             fits = flying * points.saved_bytes + least_peak <= room_bytes
             own = points.own_bytes + points.peak_bytes
             fits &= (flying - 1) * points.saved_bytes + own <= room_bytes
             if fits.any():
-                extra_s = float(points.extra_s[fits].min())
-                best = extra_s if best is None else min(best, extra_s)
-        return None if best is None else (best, ())
+                index = int(np.argmin(np.where(fits, points.extra_s, np.inf)))
+                extra_s = float(points.extra_s[index])
+                if best is None or extra_s < best[0]:
+                    split, other = divmod(index, len(points.others))
+                    best = extra_s, (*points.others[other], (points.key, points.splits[split]))
+        return best
 
     def _all_points(self, counts: Counts) -> list[Points]:
         return list(self._build_points(counts))
@@ -81,6 +90,9 @@ class RelaxedPricer(ColumnPricer):
         saved, extra = totals_of(kind, splits)
         own = np.array([split[option] for split in splits]) * kind.saved_bytes[option]
         return Points(
+            key=counts[index][0],
+            splits=splits,
+            others=others.mixes,
             peak_bytes=kind.transient_bytes[option],
             saved_bytes=(saved[:, None] + others.saved_bytes[None, :]).ravel(),
             own_bytes=np.repeat(own, len(others.saved_bytes)),

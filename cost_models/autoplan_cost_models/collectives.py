@@ -19,6 +19,12 @@ from dataclasses import dataclass
 from autoplan.errors import BadProfileError
 from autoplan.hardware import CollectiveFit, HardwareProfile
 
+# NCCL has no tree for these two: their ring takes one network hop per node (14 us each in NCCL's own cost
+# model, ring, Simple protocol: NVIDIA/nccl@5067397:src/graph/tuning.cc). It is what limits full sharding over
+# thousands of devices.
+RING_KINDS = frozenset({"all_gather", "reduce_scatter"})
+RING_HOP_S = 14e-6
+
 
 @dataclass(frozen=True)
 class Span:
@@ -96,7 +102,10 @@ class Links:
         if kind == "all_to_all":  # what stays in the node does not cross
             crossing = (nodes - 1) / nodes
         transfer = message_bytes * crossing / bytes_per_s
-        return fit.alpha_s * _depth(nodes, fit.ranks) + transfer + _ramp(fit, message_bytes / shares)
+        start_s = fit.alpha_s * _depth(nodes, fit.ranks)
+        if kind in RING_KINDS:
+            start_s = max(start_s, (nodes - 1) * RING_HOP_S)
+        return start_s + transfer + _ramp(fit, message_bytes / shares)
 
     def _node_fit(self, kind: str, ranks: int, span: Span) -> CollectiveFit:
         """The nearest fit measured on the same side of the fast domain as the group."""
