@@ -42,6 +42,21 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "parallelize" in (tmp_path / "out" / "train_autoplan.py").read_text()
 
 
+def test_the_printed_plan_is_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The README once showed the plan of an older cost model."""
+    printed = re.findall(r"```\n(llama3_8b .*?)```", README, re.DOTALL)[0]
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "104")
+    (command,) = shell_blocks()[2].splitlines()
+    assert main(shlex.split(command)[1:]) == 0
+    found = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    same = [line for line in printed.splitlines() if not line.startswith(("planned in", "certificate"))]
+    assert [line for line in same if line not in found] == []
+
+
 def test_every_named_file_exists() -> None:
     """The reading order once named a file that had moved."""
     names = re.findall(r"`((?:tests|autoplan|passes|codegen|cost_models|hw_profiles)/[\w/]+\.\w+)`", README)

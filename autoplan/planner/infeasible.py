@@ -34,8 +34,8 @@ def infeasible_message(pricing: Pricing, finder: Finder, devices: int, batch: in
     candidate, priced = _tightest(pricing)
     worst = max(priced.stages, key=lambda stage: stage.memory_peak_bytes)
     lines = [
-        f"nothing fits: every plan on {devices} devices needs more than the {limit / GIB:.1f} GiB that a "
-        f"{pricing.profile.name} leaves for tensors.",
+        f"nothing fits: every plan on {devices} devices needs more than the {limit / GIB:.1f} GiB left for "
+        f"tensors on each {pricing.profile.name}.",
         f"The smallest need is {worst.memory_peak_bytes / GIB:.1f} GiB ({describe(candidate)}), most of it:",
     ]
     lines += [f"  {item.bytes / GIB:8.2f} GiB  {item.name}" for item in worst.memory_items[:TOP]]
