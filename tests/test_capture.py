@@ -139,6 +139,14 @@ def test_fingerprint_follows_the_model_and_not_the_batch() -> None:
     assert capture_model(small_source("gpt"), dtype="fp32", sizes={"sequence": 32}).fingerprint != one
 
 
+def test_a_file_that_reads_options_sees_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """argparse in model.py met autoplan's own options and left."""
+    monkeypatch.setattr(sys, "argv", ["autoplan", "search", "model.py"])
+    options = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    assert load_model_source(net(tmp_path, "return self.inner(x).mean()", options)).build()
+    assert sys.argv == ["autoplan", "search", "model.py"]
+
+
 # --- what tracing loses silently ------------------------------------------------------------------
 
 ATTENTION = """
@@ -366,6 +374,34 @@ def test_the_batch_growth_falls_back_when_batch_one_is_special(tmp_path: Path) -
         sizes={},
     )
     assert capture.batch == 1 and not capture.batch_form.known and "fixed at 1" in capture.warnings[0]
+    capture = capture_model(
+        net(tmp_path, "return F.batch_norm(self.inner(x), None, None, training=True).pow(2).mean()"),
+        dtype="fp32",
+        sizes={},
+    )
+    assert (capture.batch, capture.least_batch, capture.batch_form.known) == (2, 2, True)
+    assert "batch 1 cannot be traced" in capture.warnings[0]
+
+
+# the loss of a batch -> the code that pairs its samples, "" where none does
+LOSSES = {
+    "y = self.inner(x)\nz = y @ x.T\nreturn F.cross_entropy(z, torch.arange(len(x)))": "z = y @ x.T",
+    "y = self.inner(x)\nreturn (y[:, None] - y[None]).pow(2).mean()": "return (y[:, None]",
+    # packed samples under a mask, which keeps them apart
+    "h = self.inner(x).view(1, 1, -1, 4)\nowner = torch.arange(2 * len(x)) // 2\n"
+    "return F.scaled_dot_product_attention(h, h, h, owner[:, None] == owner[None]).mean()": "",
+    "y = self.inner(x)[:, :, None]\nreturn (y @ y.mT).mean()": "",
+}
+
+
+@pytest.mark.parametrize("body", LOSSES, ids=range(len(LOSSES)))
+def test_samples_that_meet_in_the_loss_are_said(body: str, tmp_path: Path) -> None:
+    """A contrastive loss was cut into micro-batches, whose mean is another loss."""
+    path = net(tmp_path, body)
+    capture = capture_model(path, dtype="fp32", sizes={})
+    told = [warning for warning in capture.warnings if "each pair of samples" in warning]
+    assert bool(capture.coupled_at) == bool(LOSSES[body]) == bool(told) and capture.batch_form.known
+    assert all(warning.startswith(f"{path}:") and LOSSES[body] in warning for warning in told)
 
 
 # --- models that look at values -------------------------------------------------------------------
@@ -479,6 +515,7 @@ def test_code_that_reads_values_is_refused_with_its_line(body: str, tmp_path: Pa
     assert f"{path}:" in str(error.value)
     for words in VALUE_READERS[body]:
         assert words in str(error.value)
+    assert "--opaque" not in str(error.value) and ".." not in str(error.value)  # no sub-module is to blame
 
 
 def test_a_small_integer_input_may_shape_the_graph(tmp_path: Path) -> None:
@@ -522,24 +559,37 @@ BAD_FILES = {
         "defines no example_inputs(batch_size)",
         '{"x": torch.zeros(batch_size',
     ),
-    GOOD.replace("return Net()", "return 3"): ("should return a torch.nn.Module", "a int (3)"),
-    GOOD.replace("return Net()", "Net()"): ("should return a torch.nn.Module", "NoneType"),
+    GOOD.replace("return Net()", "return 3"): ("should return a torch.nn.Module", "returned an int (3)"),
+    GOOD.replace("return Net()", "Net()"): ("should return a torch.nn.Module", "returned None"),
     GOOD.replace("return Net()", "return torch.load('w.pt')"): (
         "model.py:",
         "needs weights",
         "architecture alone",
     ),
+    GOOD.replace("return Net()", "return Net().cuda()"): (
+        "model.py:13: build_model() failed",
+        "leave out .cuda()",
+    ),
+    GOOD.replace("return Net()", "raise SystemExit"): ("model.py:13: build_model() exits",),
+    GOOD.replace("build_model()", "build_model(x)"): ("model.py:12: build_model() must take no arg", "'x'"),
+    GOOD + "\0": ("model.py: syntax error: source code",),
     GOOD.replace("return Net()", "return Net(1, 2, 3)"): ("model.py:", "build_model() failed", "TypeError"),
     GOOD.replace('{"x": torch.randn(batch_size, 8)}', '{"x": [1, 2]}'): ("entry `x` is a list",),
-    GOOD.replace('{"x": torch.randn(batch_size, 8)}', "None"): ("dict or tuple of tensors", "NoneType"),
+    GOOD.replace('{"x": torch.randn(batch_size, 8)}', "None"): ("dict or tuple of tensors", "returned None"),
     GOOD.replace('{"x": torch.randn(batch_size, 8)}', "{}"): ("no tensor at all",),
     GOOD.replace("torch.randn(batch_size, 8)", "torch.randn(batch, 8)"): (
         "example_inputs(1) failed at",
         "NameError",
     ),
     GOOD.replace("example_inputs(batch_size)", "example_inputs()"): ("should take the batch size",),
+    GOOD.replace("randn(batch_size", "randn(4"): ("model.py:15: example_inputs()", "x of shape (4, 8)"),
+    GOOD.replace("randn(batch_size", "randn(1"): ("for 1 and for 2 it returned x of shape (1, 8)",),
+    GOOD.replace('"x":', '"z":'): ("model.py:15: example_inputs() gives z", "Net.forward() takes x"),
+    GOOD.replace(", 8)}", ", 8), 'y': None}"): ("example_inputs() gives x, y", "takes x"),
+    GOOD.replace("mean()", "mean(1)"): ("no scalar loss", "shape (2,)", "loss.mean()"),
     GOOD.replace(".mean()", ""): ("no scalar loss", "shape (1, 8)", "def loss_fn(outputs, inputs)"),
     GOOD.replace("return self.inner(x).mean()", "return {'logits': x}"): ("no scalar loss", "['logits']"),
+    GOOD + "\ndef loss_fn(outputs):\n    return outputs\n": ("model.py:18: loss_fn() must take outputs and",),
     GOOD + "\ndef loss_fn(outputs, inputs):\n    return inputs['x']\n": (
         "loss_fn(outputs, inputs) should return a scalar",
     ),
@@ -564,14 +614,17 @@ def test_from_pretrained_is_refused_without_asking_the_network(tmp_path: Path) -
         capture_model(write(tmp_path, text), dtype="fp32", sizes={})
 
 
-def test_bad_paths_sizes_dtypes_and_names(tmp_path: Path) -> None:
+def test_bad_paths_sizes_dtypes_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options that do not fit the model name what does."""
+    monkeypatch.chdir(tmp_path)
     path = net(tmp_path, "return self.inner(x).mean()")
     cases = (
         (lambda: load_model_source(tmp_path / "modle.py"), "no such file.*model.py"),
+        (lambda: load_model_source("nowhere/model.py"), r"no such file.*Near it: model.py\."),
         (lambda: load_model_source(tmp_path), "is a folder.*model.py"),
         (lambda: load_model_source(write(tmp_path, "", "model.txt")), "not `.txt`"),
-        (lambda: capture_model(path, dtype="fp32", sizes={"sequence": 8}), "takes no size `sequence`"),
+        (lambda: capture_model(path, dtype="fp32", sizes={"sequence": 8}), "Leave out --sequence 8"),
+        (lambda: capture_model(path, dtype="fp32", sizes={"image": 3}), "takes no.*Leave out --size image=3"),
         (lambda: capture_model(path, dtype="int8", sizes={}), "bf16, fp16, fp32, fp64"),
         (
             lambda: capture_model(path, dtype="fp32", sizes={}, opaque=("iner",)),

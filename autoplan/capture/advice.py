@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -31,15 +32,47 @@ def described(value: Any) -> str:
     """A short description of a value for a message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+    if value is None:
+        return "None"
     text = repr(value)
     short = text if len(text) <= 60 and "\n" not in text else ""
-    return f"a {type(value).__name__}" + (f" ({short})" if short else "")
+    return a_kind(value) + (f" ({short})" if short else "")
+
+
+def a_kind(value: Any) -> str:
+    """``a list``, ``an int``: the type of a value with its article."""
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0] in "aeioAEIO" else f"a {kind}"
 
 
 def one_line(error: BaseException) -> str:
-    """``TypeName: first line of the message``."""
+    """``TypeName: first line of the message``, without a full stop: the sentence around it has one."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].strip()}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0].strip().rstrip('.')}" if text else type(error).__name__
+
+
+def place(file: str, line: int | None) -> str:
+    """``file:line``, or the file alone where Python knows no line."""
+    return f"{file}:{line}" if line else file
+
+
+def place_of(function: Any, source: str) -> str:
+    """``file:line`` of the definition of a function or class, else ``source``."""
+    plain: Any = inspect.unwrap(function)
+    try:
+        return place(str(inspect.getsourcefile(plain)), inspect.getsourcelines(plain)[1])
+    except (OSError, TypeError):
+        return source
+
+
+def device_hint(error: BaseException) -> str:
+    """What to do where the error is that a device is not there, else ""."""
+    if not re.search(r"CUDA|NVIDIA driver|not (compiled|linked) with", one_line(error)):
+        return ""
+    return (
+        "A plan needs no device: leave out .cuda(), .to(device) and device=... there; the plan and the "
+        "training script place the model."
+    )
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
@@ -55,13 +88,14 @@ def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def user_frame(error: BaseException, source: str) -> str:
-    """``file:line`` of the innermost frame in the user's own folder, else outside torch and autoplan."""
+    """``file:line`` of the innermost frame in the user's own folder, else outside torch and autoplan, else
+    ``source``."""
     frames = frames_of(error)
     folder = str(Path(source).resolve().parent)
     own = [f for f in frames if _is_own(f.filename, folder)]
     other = [f for f in frames if not _is_library(f.filename)]
-    chosen = (own or other or frames)[-1:]
-    return f"{chosen[0].filename}:{chosen[0].lineno}" if chosen else source
+    chosen = (own or other)[-1:]
+    return place(chosen[0].filename, chosen[0].lineno) if chosen else source
 
 
 def _is_own(filename: str, folder: str) -> bool:
@@ -89,7 +123,7 @@ def missing_file_message(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path()
     names = [p.name for p in folder.iterdir() if p.suffix in (".py", ".json")]
     near = get_close_matches(path.name, names, n=3, cutoff=0.5)
-    hint = f" Near it: {', '.join(str(path.parent / n) for n in near)}." if near else ""
+    hint = f" Near it: {', '.join(str(folder / n) for n in near)}." if near else ""
     return f"{path}: no such file; a model.py or a Hugging Face config.json is needed.{hint}"
 
 
@@ -107,9 +141,8 @@ def import_failure_message(error: BaseException, path: Path) -> str:
             f"{where}: the file exits while it is imported: put the script part under "
             '`if __name__ == "__main__":`.'
         )
-    return (
-        f"{where}: importing the file failed: {one_line(error)}. "
-        f"It should import on its own: try `python {path}`."
+    return f"{where}: importing the file failed: {one_line(error)}. " + (
+        device_hint(error) or f"It should import on its own: try `python {path}`."
     )
 
 
@@ -214,12 +247,13 @@ def no_loss_message(path: str, outputs: Any, value: Any, has_loss_fn: bool) -> s
     if isinstance(outputs, torch.Tensor):
         came = described(outputs)
     elif value is outputs or isinstance(outputs, tuple | list | dict):
-        came = f"a {type(outputs).__name__}" + (f" with {list(outputs)}" if isinstance(outputs, dict) else "")
+        came = described(outputs) if outputs is None else a_kind(outputs)
+        came += f" with {list(outputs)}" if isinstance(outputs, dict) else ""
     else:
         came = described(value)
     return (
-        f"{path}: no scalar loss: forward() returned {came}. Return the loss from forward() (a scalar, or an "
-        "object or dict with `.loss`), or add to the file:\n\n"
+        f"{path}: no scalar loss: forward() returned {came}. Return the loss from forward() (a scalar such "
+        "as `loss.mean()`, or an object or dict with `.loss`), or add to the file:\n\n"
         + _indented(
             [
                 "def loss_fn(outputs, inputs):",

@@ -88,6 +88,24 @@ def batch_form(graph: fx.Graph, smaller: Sequence[NodeForm], larger: Sequence[No
     return BatchForm(arguments=arguments, shapes=shapes, strides=strides, known=True)
 
 
+def node_of_pairs(graph: fx.Graph, form: BatchForm) -> fx.Node | None:
+    """The first node that holds a number for each pair of samples: computed from parameters, floating, with
+    two dims that both grow with the batch."""
+    learned: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("kind") == "parameter":
+            learned.add(node)
+        if not learned.intersection(node.all_input_nodes):
+            continue
+        learned.add(node)
+        steps = iter(form.shapes.get(node.name, ()))
+        for tensor in output_tensors(node):
+            growing = [dim for dim in range(tensor.dim()) if next(steps, 0)]
+            if len(growing) > 1 and tensor.is_floating_point():
+                return node
+    return None
+
+
 def at_batch(node: fx.Node, form: BatchForm, extra: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's (args, kwargs) with every integer moved by ``extra`` samples; nodes are left as they are."""
     growth = form.arguments.get(node.name)

@@ -96,9 +96,10 @@ def _construct(source: ModelSource, mode: FakeTensorMode) -> tuple[nn.Module, tu
         return model, (f"the model was built {how}: its constructor needs values ({where}: {reason})",)
     assert first is not None
     where = advice.user_frame(first, source.path)
+    code = f'"import {source.name}; {source.name}.build_model()"'
     raise CaptureError(
-        f"{where}: build_model() failed: {advice.one_line(first)}. It should run on its own: try "
-        f'`python -c "import {source.name}; {source.name}.build_model()"`.'
+        f"{where}: build_model() failed: {advice.one_line(first)}. "
+        + (advice.device_hint(first) or f"It should run on its own: try `python -c {code}`.")
     ) from first
 
 

@@ -18,7 +18,13 @@ from autoplan.capture.build import DTYPES, FakeModel, build_fake
 from autoplan.capture.forked import Beside
 from autoplan.capture.internals import FakeTensorMode
 from autoplan.capture.program import BatchForm, Capture, ParameterInfo
-from autoplan.capture.source import Inputs, ModelSource, checked_inputs, load_model_source
+from autoplan.capture.source import (
+    Inputs,
+    ModelSource,
+    NoScalarLossError,
+    checked_inputs,
+    load_model_source,
+)
 from autoplan.capture.trace import FIXED_NUMEL_LIMIT, Traced, named_inputs, trace
 from autoplan.errors import AutoplanError, BadInputError, CaptureError
 
@@ -106,42 +112,74 @@ class _Shot:
     def with_batch_form(self, batch: int) -> Capture:
         """Capture at ``batch`` with the growth per sample; where the structure changes, one batch later."""
         fake = self._fake()
-        inputs = self.source.example_inputs(batch, **self.sizes)
-        beside = Beside(lambda: self._forms(fake, batch + 1))
-        started_s = time.perf_counter()
-        capture = self.of(fake, inputs, batch)
-        elapsed_s = time.perf_counter() - started_s
-        larger = beside.result(timeout_s=60 + 4 * elapsed_s)
-        if larger is None:
-            larger = self._forms_or_reason(fake, batch + 1)
+        capture, larger = self._two(fake, batch)
+        if isinstance(capture, CaptureError):
+            return self._without_one(fake, batch, larger, capture)
         if isinstance(larger, str):
             return self._fixed(capture, f"only batch {batch} can be traced ({larger})")
         smaller = batching.node_forms(capture.graph)
         if batching.same_structure(smaller, larger):
             return self._growing(capture, batching.batch_form(capture.graph, smaller, larger))
-        return self._one_later(fake, capture, larger)
-
-    def _one_later(self, fake: FakeModel, first: Capture, larger: list[batching.NodeForm]) -> Capture:
-        """The graph at one more sample has another structure: take the next two batch sizes."""
-        batch = first.batch + 1
-        largest = self._forms_or_reason(fake, batch + 1)
-        if isinstance(largest, str) or not batching.same_structure(larger, largest):
-            return self._fixed(first, "its graph has another structure at every batch size")
-        capture = self.of(fake, self.source.example_inputs(batch, **self.sizes), batch)
-        form = batching.batch_form(capture.graph, larger, largest)
-        warning = (
-            f"the graph at batch {first.batch} differs from larger ones; the graph of batch {batch} is used"
+        later = self._one_later(fake, batch, larger)
+        if later is None:
+            return self._fixed(capture, "its graph has another structure at every batch size")
+        return _warned(
+            later,
+            f"the graph at batch {batch} differs from larger ones; the graph of batch {batch + 1} is used",
         )
-        return replace(self._growing(capture, form), warnings=(*capture.warnings, warning))
+
+    def _two(
+        self, fake: FakeModel, batch: int
+    ) -> tuple[Capture | CaptureError, list[batching.NodeForm] | str]:
+        """The capture at ``batch`` and the forms at one sample more, or why there is none."""
+        inputs = self.source.example_inputs(batch, **self.sizes)
+        self.source.require_batch_followed(inputs, batch, self.sizes)
+        beside = Beside(lambda: self._forms(fake, batch + 1))
+        started_s = time.perf_counter()
+        try:
+            capture = self.of(fake, inputs, batch)
+        except CaptureError as error:
+            capture = error
+        elapsed_s = time.perf_counter() - started_s
+        larger = beside.result(timeout_s=60 + 4 * elapsed_s)
+        return capture, self._forms_or_reason(fake, batch + 1) if larger is None else larger
+
+    def _without_one(
+        self, fake: FakeModel, batch: int, larger: list[batching.NodeForm] | str, error: CaptureError
+    ) -> Capture:
+        """Batch 1 cannot be traced (statistics over one sample): take the next two batch sizes."""
+        later = self._one_later(fake, batch, larger) if batch == 1 and not isinstance(larger, str) else None
+        if later is None:
+            raise error
+        warning = f"batch 1 cannot be traced, so every micro-batch has at least 2 samples: {error}"
+        return replace(_warned(later, warning), least_batch=2)
+
+    def _one_later(self, fake: FakeModel, batch: int, larger: list[batching.NodeForm]) -> Capture | None:
+        """The capture at ``batch + 1``, whose forms are ``larger``; None if its structure changes again."""
+        largest = self._forms_or_reason(fake, batch + 2)
+        if isinstance(largest, str) or not batching.same_structure(larger, largest):
+            return None
+        capture = self.of(fake, self.source.example_inputs(batch + 1, **self.sizes), batch + 1)
+        return self._growing(capture, batching.batch_form(capture.graph, larger, largest))
 
     def _growing(self, capture: Capture, form: BatchForm) -> Capture:
         """The capture with its batch form, and a fingerprint that does not depend on the batch."""
         mark = fingerprint_of(capture.graph, capture.parameters, self.sizes, self.dtype, form, capture.batch)
-        return replace(capture, batch_form=form, fingerprint=mark)
+        capture = replace(capture, batch_form=form, fingerprint=mark)
+        pairs = batching.node_of_pairs(capture.graph, form)
+        if pairs is None:
+            return capture
+        where = diagnose.user_line(pairs, self.source.path)
+        code = diagnose.code_at(where) or pairs.name
+        warning = (
+            f"{where}: `{code}` has a number for each pair of samples: the loss of a batch is not the mean "
+            "of the losses of its parts"
+        )
+        return _warned(replace(capture, coupled_at=where), warning)
 
     def _fixed(self, capture: Capture, reason: str) -> Capture:
-        warning = f"the batch size is fixed at {capture.batch}: {reason}"
-        return replace(capture, batch_form=BatchForm(known=False), warnings=(*capture.warnings, warning))
+        capture = replace(capture, batch_form=BatchForm(known=False))
+        return _warned(capture, f"the batch size is fixed at {capture.batch}: {reason}")
 
     def _forms(self, fake: FakeModel, batch: int) -> list[batching.NodeForm] | str:
         inputs = self.source.example_inputs(batch, **self.sizes)
@@ -151,6 +189,8 @@ class _Shot:
     def _forms_or_reason(self, fake: FakeModel, batch: int) -> list[batching.NodeForm] | str:
         try:
             return self._forms(fake, batch)
+        except NoScalarLossError:  # a loss for each sample looks like a scalar at batch 1
+            raise
         except AutoplanError as error:
             return str(error)
 
@@ -217,6 +257,10 @@ class _Shot:
             fingerprint=fingerprint,
             containers=frozenset(n for n, m in fake.model.named_modules() if isinstance(m, CONTAINERS)),
         )
+
+
+def _warned(capture: Capture, warning: str) -> Capture:
+    return replace(capture, warnings=(*capture.warnings, warning))
 
 
 def _losses(traced: Traced) -> list[str]:

@@ -74,15 +74,10 @@ NO_FAKE_TEXT = (
 def capture_error(error: Exception, source: str, model: nn.Module) -> CaptureError:
     """The error in the user's words: file:line, the code there, the op, the rewrite and the way round."""
     where = advice.user_frame(error, source)
-    code = _code_at(where)
+    code = code_at(where)
     shown = f": `{code}`" if code else ""
     text = f"{type(error).__name__} {error}"
-    name = opaque_name(error, model)
-    way_round = (
-        f" Or keep the sub-module whole: --opaque '{name}'."
-        if name
-        else " Or keep the sub-module whole: --opaque NAME."
-    )
+    way_round = _way_round(opaque_name(error, model))
     if any(t in text for t in NO_FAKE_TEXT):
         return CaptureError(
             f"{where}{shown}: the op {_op_name(error)} cannot be traced: it has no fake implementation. "
@@ -95,9 +90,16 @@ def capture_error(error: Exception, source: str, model: nn.Module) -> CaptureErr
             f"{where}{shown}: {what}{f' ({op})' if op else ''}; the graph would change with the data. "
             f"Rewrite it: {rewrite}.{way_round}"
         )
+    hint = advice.device_hint(error)
     return CaptureError(
-        f"{where}{shown}: forward failed while it was traced: {advice.one_line(error)}.{way_round}"
+        f"{where}{shown}: forward failed while it was traced: {advice.one_line(error)}."
+        + (f" {hint}" if hint else way_round)
     )
+
+
+def _way_round(name: str) -> str:
+    """The hint to keep a sub-module whole; none for code of the whole model."""
+    return f" Or keep the sub-module whole: --opaque '{name}'." if name else ""
 
 
 def is_data_dependent(error: BaseException) -> bool:
@@ -106,7 +108,7 @@ def is_data_dependent(error: BaseException) -> bool:
     return type(error).__name__ in DATA_DEPENDENT or any(t in text for t in DATA_DEPENDENT_TEXT)
 
 
-def _code_at(where: str) -> str:
+def code_at(where: str) -> str:
     file, _, line = where.rpartition(":")
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
@@ -163,14 +165,14 @@ def value_readers(graph: fx.Graph, source: str) -> CaptureError | None:
 
 def _symbolic_error(node: fx.Node, source: str) -> CaptureError:
     where = user_line(node, source)
-    code = _code_at(where)
+    code = code_at(where)
     what, rewrite = _rewrite(code)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", stack[-1][0]) if stack and stack[-1][0] else "NAME"
+    name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", stack[-1][0]) if stack else ""
     return CaptureError(
         f"{where}{f': `{code}`' if code else ''}: {what} ({node.target}); "
         "the graph would change with the data. "
-        f"Rewrite it: {rewrite}. Or keep the sub-module whole: --opaque '{name}'."
+        f"Rewrite it: {rewrite}.{_way_round(name)}"
     )
 
 

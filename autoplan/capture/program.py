@@ -53,7 +53,8 @@ class Capture:
     and ``meta["stack_trace"]`` where the exporter knew them. The single output is the scalar loss.
     The graph is functional (no in-place ops) and pre-dispatch (linear, sdpa, cross-entropy whole).
     ``module_classes`` gives each module's class, ``containers`` the paths of ModuleList, Sequential and
-    ModuleDict modules.
+    ModuleDict modules. Smaller batches than ``least_batch`` cannot run. ``coupled_at`` is the file:line
+    where samples meet each other on the way to the loss ("" where none do): only the whole batch is right.
     """
 
     name: str
@@ -73,3 +74,5 @@ class Capture:
     fingerprint: str
     capture_s: float = 0.0
     containers: frozenset[str] = frozenset()
+    least_batch: int = 1
+    coupled_at: str = ""

@@ -75,6 +75,13 @@ def offline() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def as_script(path: str) -> Generator[None]:
+    """The user's code sees the command line of ``python path``, not autoplan's own options."""
+    with mock.patch.object(sys, "argv", [path]):
+        yield
+
+
+@contextlib.contextmanager
 def quiet() -> Generator[None]:
     """No log lines and no Python warnings from libraries while a model is built and traced."""
     levels = {name: logging.getLogger(name).level for name in NOISY_LOGGERS}

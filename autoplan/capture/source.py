@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autoplan.capture import advice
-from autoplan.capture.settings import offline, set_for_training
+from autoplan.capture.settings import as_script, offline, set_for_training
 from autoplan.errors import AutoplanError, BadInputError
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -47,7 +47,7 @@ class ModelSource:
     def construct_checked(self) -> nn.Module:
         """What ``build_model()`` returns, under whatever torch modes are active."""
         try:
-            with offline():
+            with offline(), as_script(self.path):
                 model = self.construct()
         except AutoplanError:
             raise
@@ -55,6 +55,9 @@ class ModelSource:
             needs_weights = advice.weights_message(error, self.path)
             if needs_weights:
                 raise BadInputError(needs_weights) from error
+            if isinstance(error, SystemExit):
+                where = advice.user_frame(error, self.path)
+                raise BadInputError(f"{where}: build_model() exits: make it return the model.") from error
             raise
         if not isinstance(model, nn.Module):
             raise BadInputError(
@@ -67,14 +70,16 @@ class ModelSource:
         """Example inputs of ``batch`` samples: a dict (keywords of ``forward``) or a tuple of tensors."""
         self._check_sizes(sizes)
         try:
-            inputs = self.make_inputs(batch, **sizes)
+            with as_script(self.path):
+                inputs = self.make_inputs(batch, **sizes)
         except AutoplanError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = advice.user_frame(error, self.path)
+            wanted = "Make it return a dict (or tuple) of tensors whose first dim is the batch size."
             raise BadInputError(
                 f"example_inputs({batch}) failed at {where}: {advice.one_line(error)}. "
-                "Make it return a dict (or tuple) of tensors whose first dim is the batch size."
+                + (advice.device_hint(error) or wanted)
             ) from error
         return checked_inputs(inputs, self.path)
 
@@ -83,28 +88,74 @@ class ModelSource:
         value = self.loss_fn(outputs, inputs) if self.loss_fn else loss_of(outputs)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
             return value if value.dim() == 0 else value.reshape(())
-        raise BadInputError(advice.no_loss_message(self.path, outputs, value, self.loss_fn is not None))
+        raise NoScalarLossError(advice.no_loss_message(self.path, outputs, value, self.loss_fn is not None))
 
     def run(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """The scalar loss of ``model`` on ``inputs``."""
         if isinstance(inputs, Mapping):
             taken = inputs if self.loss_fn is None else accepted_by(model, inputs)
+            self._require_taken(model, (), taken)
             return self.loss(model(**taken), inputs)
+        self._require_taken(model, inputs, {})
         return self.loss(model(*inputs), inputs)
+
+    def _require_taken(self, model: nn.Module, values: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Raises BadInputError where ``forward`` cannot be called with the example inputs."""
+        signature = inspect.signature(model.forward)
+        try:
+            signature.bind(*values, **named)
+        except TypeError as error:
+            where = advice.place_of(self.make_inputs, self.path)
+            given = ", ".join(named) or f"{len(values)} tensors by position"
+            raise BadInputError(
+                f"{where}: example_inputs() gives {given}, and {type(model).__name__}.forward() takes "
+                f"{', '.join(signature.parameters) or 'no input'} ({error}). "
+                "Name its entries as forward() does."
+            ) from error
+
+    def require_batch_followed(self, inputs: Inputs, batch: int, sizes: Mapping[str, int]) -> None:
+        """Raises BadInputError where ``inputs`` of ``batch`` samples have the shapes of those of one more."""
+        try:
+            larger = _shapes(self.example_inputs(batch + 1, **sizes))
+        except AutoplanError:  # one batch size alone: found out and said by the capture
+            return
+        if larger == _shapes(inputs):
+            shapes = ", ".join(f"{name} of shape {shape}" for name, shape in larger.items())
+            where = advice.place_of(self.make_inputs, self.path)
+            raise BadInputError(
+                f"{where}: example_inputs() should follow the batch size it is given: "
+                f"for {batch} and for {batch + 1} it returned {shapes}. Make the first dim its "
+                "first argument, e.g. `torch.zeros(batch_size, ...)`."
+            )
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         if self.size_names is None:
             return
         for name in sizes:
             if name not in self.size_names:
-                known = ", ".join(f"--{n}" for n in self.size_names) or "none"
+                known = ", ".join(_size_option(n) for n in self.size_names) or "none"
                 raise BadInputError(
                     f"{self.path}: example_inputs() takes no size `{name}` (sizes it takes: {known}). "
-                    f"Leave out --{name}, or add it: `def example_inputs(batch_size, {name}={sizes[name]})`."
+                    f"Leave out {_size_option(name, sizes[name])}, or add it: "
+                    f"`def example_inputs(batch_size, {name}={sizes[name]})`."
                 )
         for name in self.required_sizes:
             if name not in sizes:
-                raise BadInputError(f"{self.path}: the size `{name}` is needed: add --{name} N.")
+                raise BadInputError(f"{self.path}: the size `{name}` is needed: add {_size_option(name)}.")
+
+
+class NoScalarLossError(BadInputError):
+    """``forward`` (or ``loss_fn``) gives no scalar."""
+
+
+def _size_option(name: str, value: int | str = "N") -> str:
+    """How the size is typed on the command line."""
+    return f"--sequence {value}" if name == "sequence" else f"--size {name}={value}"
+
+
+def _shapes(inputs: Inputs) -> dict[str, tuple[int, ...]]:
+    items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    return {str(key): tuple(value.shape) for key, value in items if isinstance(value, torch.Tensor)}
 
 
 def accepted_by(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -178,10 +229,13 @@ def _python_source(path: Path) -> ModelSource:
     build = getattr(module, "build_model", None)
     if not callable(build):
         raise BadInputError(advice.no_build_model_message(path, module))
+    _require_call(build, "build_model", (), path)
     inputs = getattr(module, "example_inputs", None)
     if not callable(inputs):
         raise BadInputError(advice.no_example_inputs_message(path, module))
     loss_fn = getattr(module, "loss_fn", None)
+    if callable(loss_fn):
+        _require_call(loss_fn, "loss_fn", ("outputs", "inputs"), path)
     names, required = _size_names(inputs, path)
     return ModelSource(
         name=path.stem,
@@ -194,12 +248,27 @@ def _python_source(path: Path) -> ModelSource:
     )
 
 
+def _require_call(function: Callable[..., Any], name: str, arguments: tuple[str, ...], path: Path) -> None:
+    """Raises BadInputError at the function's line where it cannot be called with just these arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise BadInputError(
+            f"{advice.place_of(function, str(path))}: {name}() must take {' and '.join(arguments) or 'no'} "
+            f"arguments ({error}): write `def {name}({', '.join(arguments)}):`, what else it needs inside it "
+            "or with a default."
+        ) from error
+    except ValueError:  # a builtin, which does not tell what it takes
+        return
+
+
 def _size_names(function: Callable[..., Any], path: Path) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
     """The size keywords of ``example_inputs`` (None: any) and those without a default."""
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
         raise BadInputError(
-            f"{path}: example_inputs() should take the batch size: `def example_inputs(batch_size):`."
+            f"{advice.place_of(function, str(path))}: example_inputs() should take the batch size: "
+            "`def example_inputs(batch_size):`."
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None, ()
@@ -218,10 +287,11 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        with as_script(str(path)):
+            spec.loader.exec_module(module)
     except SyntaxError as error:
         raise BadInputError(
-            f"{error.filename or path}:{error.lineno}: syntax error: {error.msg}"
+            f"{advice.place(error.filename or str(path), error.lineno)}: syntax error: {error.msg}"
             + (f": `{error.text.strip()}`." if error.text else ".")
         ) from error
     except (Exception, SystemExit) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Pricing
 from autoplan.planner.solve import Outcome, fits_anywhere, solve
 from autoplan.planner.space import (
+    MICRO_BATCHES,
     SPACE,
     Candidate,
     Pins,
@@ -124,6 +125,8 @@ def search_capture(
         assumptions.append(f"{capture.tokens_per_sample} tokens a sample, from example_inputs (--sequence)")
     finder = _Finder(capture, profile, costs, request, pins, say)
     devices, batch = finder.devices_and_batch(assumptions)
+    if capture.coupled_at:
+        assumptions.append(f"dp=1 and micro_batch={batch}, the global batch: its samples share one loss")
     began = time.perf_counter()
     pricing, outcome = finder.solve(devices, batch)
     if outcome.best is None:
@@ -228,8 +231,16 @@ class _Finder:
         degrees = self.costs.tp_degrees(most)
         if self.pins.tp and self.pins.tp not in degrees:
             raise BadInputError(_tp_message(self.pins.tp, self.costs, degrees, most))
-        known = self.capture.batch_form.known
-        return candidates(devices, batch, degrees, len(self.costs.regions), self.pins, batch_can_change=known)
+        pins, sizes = runnable(self.capture, self.pins, batch)
+        try:
+            return candidates(devices, batch, degrees, len(self.costs.regions), pins, micro_batches=sizes)
+        except BadInputError as error:
+            if not self.capture.coupled_at:
+                raise
+            where = self.capture.coupled_at
+            raise BadInputError(
+                f"{where}: the loss pairs the samples of a batch, so dp=1: {error}"
+            ) from error
 
     def solve(self, devices: int, batch: int) -> tuple[Pricing, Outcome]:
         pricing = self.pricing(devices, batch)
@@ -246,6 +257,30 @@ class _Finder:
 
     def _default_batch(self, devices: int) -> int:
         return DEFAULT_BATCH_PER_DEVICE * devices
+
+
+def runnable(capture: Capture, pins: Pins, global_batch: int) -> tuple[Pins, Sequence[int]]:
+    """The pins with what the model itself fixes, and the micro-batches it can run.
+
+    Raises BadInputError for a pin against them.
+    """
+    if capture.coupled_at:
+        for name, value in (("dp", 1), ("micro_batch", global_batch)):
+            if getattr(pins, name) not in (None, value):
+                raise BadInputError(
+                    f"--pin {name}={getattr(pins, name)}: at {capture.coupled_at} the loss pairs the samples "
+                    "of a batch, so only the whole global batch on dp=1 gives it. "
+                    f"Leave the pin out, or pin {name}={value}."
+                )
+        return replace(pins, dp=1, micro_batch=global_batch), (global_batch,)
+    if not capture.batch_form.known:
+        return pins, (capture.batch,)
+    if pins.micro_batch and pins.micro_batch < capture.least_batch:
+        raise BadInputError(
+            f"--pin micro_batch={pins.micro_batch}: the model cannot be traced on fewer than "
+            f"{capture.least_batch} samples. Type --pin micro_batch={capture.least_batch}."
+        )
+    return pins, [size for size in MICRO_BATCHES if size >= capture.least_batch]
 
 
 def _default_dtype(profile: HardwareProfile, assumptions: list[str]) -> str:

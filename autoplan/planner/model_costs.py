@@ -47,6 +47,7 @@ class ModelCosts:
         self._tied = _parameters_of_several_classes(self.regions)
         self._pinned: dict[tuple[str, int], State] = {}
         self._costs: dict[tuple[str, int, int], RegionCost] = {}
+        self._exact: dict[tuple[str, int, int], RegionWork] = {}
 
     def _graph(self, class_id: str, batch: int) -> fx.GraphModule:
         """The class's graph at one micro-batch."""
@@ -80,7 +81,7 @@ class ModelCosts:
         """The class's cost at a micro-batch."""
         key = (class_id, tp, micro_batch)
         if key not in self._costs:
-            work = self.measured(class_id, tp).work
+            work = self._work_at(class_id, tp, micro_batch)
             self._costs[key] = self.cost_model.region_cost(work, micro_batch, Span(tp, 1))
         return self._costs[key]
 
@@ -89,9 +90,9 @@ class ModelCosts:
         return {self.names[class_id]: self._layout(class_id, tp, micro_batch) for class_id in self.classes}
 
     def _layout(self, class_id: str, tp: int, micro_batch: int) -> Layout:
-        found = self.measured(class_id, tp)
-        steps = found.work.steps_to(micro_batch)
-        sizes = [(form, form.size.at(steps)) for form in found.work.collectives]
+        found, work = self.measured(class_id, tp), self._work_at(class_id, tp, micro_batch)
+        steps = work.steps_to(micro_batch)
+        sizes = [(form, form.size.at(steps)) for form in work.collectives]
         return replace(
             found.layout,
             collective_bytes_forward=sum(form.forward * size for form, size in sizes),
@@ -115,6 +116,21 @@ class ModelCosts:
                 self._pinned[node.meta["source"], tp] = state
         whole = self.measured(class_id, 1).work if tp > 1 else None
         return Measured(layout, self._work(class_id, layout, whole))
+
+    def _work_at(self, class_id: str, tp: int, micro_batch: int) -> RegionWork:
+        """The work from which one micro-batch is priced: measured there where samples are paired with one
+        another (sizes then grow with the square of the batch), else linear from two others."""
+        found = self.measured(class_id, tp)
+        if not self.capture.coupled_at:
+            return found.work
+        key = (class_id, tp, micro_batch)
+        if key not in self._exact:
+            whole = self._work_at(class_id, 1, micro_batch) if tp > 1 else None
+            with dry_group("tp", tp):
+                local = shard_region(self._graph(class_id, micro_batch), found.layout)
+                fused = self.cost_model.fused_attention
+                self._exact[key] = measure_region({micro_batch: local}, whole=whole, fused_attention=fused)
+        return self._exact[key]
 
     def _work(self, class_id: str, layout: Layout, whole: RegionWork | None) -> RegionWork:
         """Measure the class's local graphs at two micro-batches; from the second on, where the first takes

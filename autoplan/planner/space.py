@@ -144,7 +144,7 @@ def candidates(
     max_stages: int,
     pins: Pins,
     *,
-    batch_can_change: bool = True,
+    micro_batches: Sequence[int] = MICRO_BATCHES,
 ) -> list[Candidate]:
     """Every legal combination; raises BadInputError naming the pin or batch that leaves none."""
     meshes = list(_meshes(devices, tp_degrees, max_stages, pins))
@@ -153,12 +153,12 @@ def candidates(
     found = [
         Candidate(mesh, size, global_batch // (mesh.dp * size), zero)
         for mesh in meshes
-        for size in _micro_batches(global_batch, mesh.dp, pins, batch_can_change)
+        for size in _micro_batches(global_batch, mesh.dp, pins, micro_batches)
         for zero in ((pins.zero,) if pins.zero is not None else ZERO_STAGES)
         if not (zero and mesh.dp == 1 and pins.zero is None)
     ]
     if not found:
-        raise BadInputError(_no_batch_message(global_batch, meshes, pins))
+        raise BadInputError(_no_batch_message(global_batch, meshes, pins.micro_batch or min(micro_batches)))
     return found
 
 
@@ -172,11 +172,11 @@ def _meshes(devices: int, tp_degrees: Sequence[int], max_stages: int, pins: Pins
                 yield Mesh(pp, dp, tp)
 
 
-def _micro_batches(global_batch: int, dp: int, pins: Pins, batch_can_change: bool) -> list[int]:
+def _micro_batches(global_batch: int, dp: int, pins: Pins, allowed: Sequence[int]) -> list[int]:
     if global_batch % dp:
         return []
     share = global_batch // dp
-    sizes = (pins.micro_batch,) if pins.micro_batch else MICRO_BATCHES if batch_can_change else (1,)
+    sizes = (pins.micro_batch,) if pins.micro_batch else allowed
     return [size for size in sizes if share % size == 0]
 
 
@@ -188,15 +188,19 @@ def _no_mesh_message(devices: int, tp_degrees: Sequence[int], max_stages: int, p
     if pins.pp and pins.pp > max_stages:
         return f"--pin pp={pins.pp}: the model has {max_stages} regions, so pp is at most {max_stages}."
     product = (pins.pp or 1) * (pins.dp or 1) * (pins.tp or 1)
+    near = product * max(1, round(devices / product))
+    if pins.dp:  # tp and pp alone are left to fill the devices
+        degrees = [pins.tp] if pins.tp else tp_degrees
+        stages = [pins.pp] if pins.pp else range(1, max_stages + 1)
+        near = min((pins.dp * tp * pp for tp in degrees for pp in stages), key=lambda n: abs(n - devices))
     return (
         f"no mesh of {devices} devices has {pinned or 'legal degrees'}: pp x dp x tp must equal {devices}"
-        f"{f', and the pins make a multiple of {product}' if pinned else ''}. "
-        f"Type `--devices {product * max(1, round(devices / product))}` or change a pin."
+        f"{f', and the pins make a multiple of {product}' if product > 1 else ''}. "
+        f"Type `--devices {near}` or change a pin."
     )
 
 
-def _no_batch_message(global_batch: int, meshes: Sequence[Mesh], pins: Pins) -> str:
-    unit = pins.micro_batch or 1
+def _no_batch_message(global_batch: int, meshes: Sequence[Mesh], unit: int) -> str:
     steps = sorted({mesh.dp * unit for mesh in meshes})
     around = {
         multiple * step for step in steps for multiple in (global_batch // step, global_batch // step + 1)
