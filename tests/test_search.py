@@ -368,7 +368,8 @@ def test_paired_samples_are_priced_with_their_square(tmp_path: Path) -> None:
         "    def forward(self, x, y):\n        scores = self.a(x) @ self.b(y).T\n"
         "        return F.cross_entropy(scores, torch.arange(len(scores)))\n\n\n"
         "def build_model():\n    return Pairs()\n\n\n"
-        "def example_inputs(batch_size):\n    x, y = torch.randn(2, batch_size, 8)\n    return {'x': x, 'y': y}\n"
+        "def example_inputs(batch_size):\n    x, y = torch.randn(2, batch_size, 8)\n"
+        "    return {'x': x, 'y': y}\n"
     )
     peaks = []
     for batch in (1024, 2048):
