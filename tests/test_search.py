@@ -294,6 +294,7 @@ def test_command_line_json_and_exit_codes(tmp_path: Path, capsys: pytest.Capture
         "schedule stages certificate wall_s"
     )
     assert set(documented.split()) <= set(found)
+    assert {"import", "capture", "cost", "search", "total"} == set(found["wall_s"])
     assert found["plan"] == str(out) and Plan.load(out).workload.devices == 2
     assert main(["search", str(tmp_path / "none.py"), "--hw", "cpu"]) == 2
     assert main(["search", str(GPT), "--hw", "kunlunn"]) == 2

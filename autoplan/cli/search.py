@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +80,13 @@ def _require_writable(output: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    output = Path(args.output)
+    _require_writable(output)
+    began_s = time.perf_counter()
     from autoplan.cli.progress import output_to_stderr, progress
     from autoplan.planner.driver import search_plan
 
-    output = Path(args.output)
-    _require_writable(output)
+    import_s = time.perf_counter() - began_s
     with output_to_stderr(args.json), progress(quiet=args.json) as say:
         plan = search_plan(
             args.model,
@@ -96,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
             opaque=args.opaque,
             say=say,
         )
+    walls = {"import": import_s, **plan.wall_s, "total": import_s + plan.wall_s["total"]}
+    plan = replace(plan, wall_s=walls)
     plan.save(output)
     if args.json:
         from autoplan.report.summary import plan_summary_json

@@ -142,7 +142,8 @@ def search_capture(
         wall_s=ended - began,
         space=SPACE,
     )
-    walls = {"capture": capture.capture_s, "cost": began - start - capture.capture_s, "search": ended - began}
+    rest_s = ended - start - capture.capture_s - costs.spent_s
+    walls = {"capture": capture.capture_s, "cost": costs.spent_s, "search": rest_s}
     return Plan(
         model=_identity(capture),
         hardware=profile.name,

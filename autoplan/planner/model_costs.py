@@ -5,8 +5,10 @@ Comes in: a capture and a cost model. Goes out: layouts, measured work and costs
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -41,6 +43,8 @@ class ModelCosts:
         for region in self.regions:
             self.classes.setdefault(region.class_id, region)
         self.names = _class_names(self.classes)
+        self.spent_s = 0.0
+        self._timing = False
         self._say = say
         self._graphs: dict[tuple[str, int], fx.GraphModule] = {}
         self._measured: dict[tuple[str, int], Measured] = {}
@@ -71,11 +75,24 @@ class ModelCosts:
     def measured(self, class_id: str, tp: int) -> Measured:
         """The class's best layout on ``tp`` ranks and its measured work."""
         if (class_id, tp) not in self._measured:
-            for other in self._order(class_id):
-                if (other, tp) not in self._measured:
-                    self._say(f"choosing the layout of {self.names[other]} for tp={tp}")
-                    self._measured[other, tp] = self._measure(other, tp)
+            with self._timed():
+                for other in self._order(class_id):
+                    if (other, tp) not in self._measured:
+                        self._say(f"choosing the layout of {self.names[other]} for tp={tp}")
+                        self._measured[other, tp] = self._measure(other, tp)
         return self._measured[class_id, tp]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Generator[None]:
+        """Adds to ``spent_s``; measuring one class may ask for another, which is counted once."""
+        outermost, self._timing = not self._timing, True
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if outermost:
+                self.spent_s += time.perf_counter() - start
+                self._timing = False
 
     def cost(self, class_id: str, tp: int, micro_batch: int) -> RegionCost:
         """The class's cost at a micro-batch."""
