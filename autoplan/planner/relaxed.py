@@ -5,8 +5,8 @@ Comes in: a chain. Goes out: a column pricer whose columns fit whenever the real
 With k micro-batches in flight, S the saved bytes of one and tau_o the transient of recompute option o, a
 stage's peak is at least, for every option o that n_o > 0 regions of some kind use,
 
-    (k-1) S + n_o saved_o + tau_o       all regions that use it are alive when the last of them runs backward
-    k S + min tau - (saved after)       all is alive but what comes after a run
+    (k-1) S + n_o saved_o + (least saved by the kinds before) + tau_o      the last of them runs backward
+    k S + min tau - (saved after)                                          all but what comes after a run
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class RelaxedPricer(ColumnPricer):
 
     def __init__(self, chain: Chain) -> None:
         super().__init__(chain)
+        self._first_run: dict[str, int] = {}
+        self._last_run: dict[str, int] = {}
+        for index, run in enumerate(self.runs):
+            self._first_run.setdefault(run.key, index)
+            self._last_run[run.key] = index
         self._points = functools.cache(self._all_points)
         self._least = functools.cache(self._least_extra)
 
@@ -89,6 +94,7 @@ class RelaxedPricer(ColumnPricer):
         splits = [split for split in splits_of(count, within[index]) if split[option] > 0]
         saved, extra = totals_of(kind, splits)
         own = np.array([split[option] for split in splits]) * kind.saved_bytes[option]
+        own += self._saved_before(counts, index)
         return Points(
             key=counts[index][0],
             splits=splits,
@@ -98,6 +104,12 @@ class RelaxedPricer(ColumnPricer):
             own_bytes=np.repeat(own, len(others.saved_bytes)),
             extra_s=(extra[:, None] + others.extra_s[None, :]).ravel(),
         )
+
+    def _saved_before(self, counts: Counts, index: int) -> float:
+        """What the kinds that lie wholly before this one keep at least: alive while it runs backward."""
+        first = self._first_run[counts[index][0]]
+        before = [(self.kinds[key], n) for key, n in counts if self._last_run[key] < first]
+        return sum(n * min(kind.saved_bytes[o] for o in kind.allowed) for kind, n in before)
 
     def _least_peak(self, takes: tuple[tuple[int, int], ...]) -> float:
         """The most, over runs, of a run's least transient less what the regions after it can have saved."""
