@@ -1,1 +1,1 @@
-"""TODO-opening"""
+"""Reports: a plan comes in; tables, pictures and JSON go out."""
