@@ -12,8 +12,8 @@ from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.pricing import Priced, Pricing
 from autoplan.planner.solve import describe
 from autoplan.planner.space import Candidate, Pins
+from autoplan.units import GIB
 
-GIB = 1024**3
 TOP = 3
 HALVINGS = 7
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from autoplan.planner.chain import NEVER, Chain, ChainItem, find_runs
 from autoplan_cost_models.schedule import in_flight
+from autoplan_cost_models.stage_memory import pipeline_buffer_bytes
 
 Floats = NDArray[np.float64]
 Counts = tuple[tuple[str, int], ...]
@@ -56,7 +57,7 @@ class Frontier:
 class ColumnPricer:
     """Prices columns of one chain, remembering equal ones (same kinds of regions, same stage depth).
 
-    A stage holds, at most, all its regions for every micro-batch in flight and its largest transient
+    A stage holds, at most, all its regions for every micro-batch in flight and its largest transient.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -114,13 +115,14 @@ class ColumnPricer:
     def _buffer_bytes(
         self, stage: int, flying: int, takes: tuple[tuple[int, int], ...], *, inside: bool
     ) -> float:
-        """Side inputs, and the pipeline's buffers (``pipeline_buffer_bytes`` of the cost models)."""
-        m, (first, _), (last, _) = self.chain.microbatches, takes[0], takes[-1]
+        """Side inputs, and what the pipeline keeps to receive into and send from."""
+        (first, _), (last, _) = takes[0], takes[-1]
         side = dict(pair for run, _ in takes for pair in self.kinds[self.runs[run].key].side)
         before = self.runs[first if inside else first - 1].key
         received = self.kinds[before].output_bytes if stage else 0.0
         sent = self.kinds[self.runs[last].key].output_bytes if stage < self.chain.stages - 1 else 0.0
-        return flying * sum(side.values()) + (m - flying) * received + (m + flying) * sent
+        buffers = pipeline_buffer_bytes(self.chain.microbatches, flying, received, sent)
+        return flying * sum(side.values()) + buffers
 
     def _cheapest_mix(self, counts: Counts, flying: int, room_bytes: float) -> tuple[float, Mix] | None:
         """Least extra time whose saved and transient bytes fit ``room_bytes``, with the mix of each kind.

@@ -52,10 +52,6 @@ class RegionCost:
     estimated: tuple[str, ...] = ()
 
     @property
-    def parameter_numel(self) -> int:
-        return sum(use.numel for use in self.parameters)
-
-    @property
     def trainable_numel(self) -> int:
         return sum(use.numel for use in self.parameters if use.trainable)
 

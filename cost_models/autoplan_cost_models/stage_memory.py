@@ -71,15 +71,16 @@ def stage_parameters(regions: Sequence[PlacedRegion]) -> list[ParameterUse]:
     return held
 
 
-def pipeline_buffer_bytes(setting: StageSetting, received_bytes: float, sent_bytes: float) -> float:
+def pipeline_buffer_bytes(
+    microbatches: int, in_flight: int, received_bytes: float, sent_bytes: float
+) -> float:
     """Buffers of ``torch.distributed.pipelining``: one per micro-batch to receive its activation and one to
     receive its gradient (both kept through the step), and the outputs of the micro-batches in flight.
 
     Activations received and in flight are counted as the first region's inputs, so not here.
     ``received_bytes`` is 0 on the first stage, ``sent_bytes`` 0 on the last.
     """
-    waiting = setting.microbatches - setting.in_flight
-    return waiting * received_bytes + (setting.microbatches + setting.in_flight) * sent_bytes
+    return (microbatches - in_flight) * received_bytes + (microbatches + in_flight) * sent_bytes
 
 
 def gathered_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[MemoryItem]:
@@ -111,7 +112,7 @@ def stage_memory(
         *_saved_items(regions, worst, setting.in_flight),
         *_transient_items(regions[worst]),
     ]
-    buffers = pipeline_buffer_bytes(setting, received_bytes, sent_bytes)
+    buffers = pipeline_buffer_bytes(setting.microbatches, setting.in_flight, received_bytes, sent_bytes)
     items.append(MemoryItem(f"pipeline buffers of {setting.microbatches} micro-batches", buffers))
     named = tuple(sorted((item for item in items if item.bytes > 0), key=lambda item: -item.bytes))
     return sum(item.bytes for item in named), named

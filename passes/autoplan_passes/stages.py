@@ -65,11 +65,6 @@ class StageProgram:
     def is_last(self) -> bool:
         return self.index == self.count - 1
 
-    @property
-    def passed_on(self) -> tuple[str, ...]:
-        """Received values that are sent on unchanged."""
-        return tuple(name for name in self.sends if name in self.receives)
-
 
 def split_stages(capture: Capture, regions: Sequence[Region], part: Part) -> tuple[StageProgram, ...]:
     """Cut the regions into the stages of ``part``.
@@ -107,19 +102,6 @@ def capture_loss(capture: Capture) -> str:
     """The name of the node that is the capture's output, the scalar loss."""
     output = next(node for node in reversed(capture.graph.nodes) if node.op == "output")
     return output.all_input_nodes[0].name
-
-
-def parameter_homes(programs: Iterable[StageProgram]) -> dict[str, tuple[tuple[int, str], ...]]:
-    """Where each parameter lives: its qualified name -> the (stage, region) pairs that read it, in order.
-
-    A parameter with several homes is tied: one storage inside a stage, and gradients summed over stages.
-    """
-    homes: dict[str, list[tuple[int, str]]] = {}
-    for program in programs:
-        for call in program.calls:
-            for name in call.region.parameters:
-                homes.setdefault(name, []).append((program.index, call.region.name))
-    return {name: tuple(places) for name, places in homes.items()}
 
 
 def _check_regions(regions: Sequence[Region], part: Part) -> None:
