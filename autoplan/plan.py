@@ -7,7 +7,7 @@ Comes in: what the search decided, or a YAML file. Goes out: a :class:`Plan`, lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from autoplan.hardware import HardwareProfile
 
 RECOMPUTE = ("none", "selective", "full")
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "cp", "tp")
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,36 @@ class Workload:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of one part's device mesh, outermost first; ranks are laid out pp, then dp, then tp."""
+    """Degrees of one part's device mesh, outermost first: ranks are laid out pp, dp, cp, tp.
+
+    ``ep`` is no axis of its own: it divides ``dp``, and peers that hold each other's experts are next to
+    each other on dp (dp index = outer x ep + ep index).
+    """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
+    ep: int = 1
 
     @property
     def devices(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense parameters: data parallel and context parallel."""
+        return self.dp * self.cp
+
+    @property
+    def stage_devices(self) -> int:
+        """Ranks of one pipeline rank; the same piece of the next one is as many ranks further."""
+        return self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        """``pp 2 x dp 4 x tp 8``; cp and ep where they are used."""
+        shown = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "cp", "ep", "tp")]
+        return " x ".join(text for text in shown if text not in ("cp 1", "ep 1"))
 
 
 @dataclass(frozen=True)
@@ -69,19 +91,37 @@ class RegionPlan:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Placements of one region class on the tp axis.
+class AxisLayout:
+    """Placements of one region class on one mesh axis of ``size`` ranks.
 
     ``parameters`` maps the local name of each parameter (as in the region graph) to ``R`` or
     ``S(d)``; ``rules`` maps each node of the region graph to ``in,in->out`` in the states of
-    ``autoplan_passes.states`` (nodes not named run replicated). ``kernels`` are fused kernels used.
+    ``autoplan_passes.states`` (nodes not named run replicated). ``inputs`` maps the region's input
+    placeholders, ``outputs`` the positions of its outputs (``"0"``, ``"1"``), to the states in which they
+    cross the region's boundary; those not named are ``R``.
+    """
+
+    size: int
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    rules: Mapping[str, str] = field(default_factory=dict[str, str])
+    inputs: Mapping[str, str] = field(default_factory=dict[str, str])
+    outputs: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+NO_AXIS = AxisLayout(1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placements of one region class on every axis inside a region.
+
+    ``axes`` holds an entry for each of ``cp``, ``ep`` and ``tp`` above 1; they apply in that order, each to
+    the local graph that the one before left. ``kernels`` are fused kernels used.
     Bytes are those of one micro-batch on one device; ``output_bytes`` is what the next region receives.
     """
 
     region_class: str
-    tp: int
-    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
-    rules: Mapping[str, str] = field(default_factory=dict[str, str])
+    axes: Mapping[str, AxisLayout] = field(default_factory=dict[str, AxisLayout])
     collectives_forward: Mapping[str, int] = field(default_factory=dict[str, int])
     collectives_backward: Mapping[str, int] = field(default_factory=dict[str, int])
     collective_bytes_forward: float = 0.0
@@ -89,6 +129,19 @@ class Layout:
     replicated_ops: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     output_bytes: float = 0.0
+
+    def on(self, axis: str) -> AxisLayout:
+        """The layout on one axis; of size 1 where the axis is not used."""
+        return self.axes.get(axis, NO_AXIS)
+
+    @property
+    def tp(self) -> AxisLayout:
+        return self.on("tp")
+
+    def replace_axis(self, axis: str, placed: AxisLayout) -> Layout:
+        """The same layout with other placements on one axis (left out where its size is 1)."""
+        others = {name: one for name, one in self.axes.items() if name != axis}
+        return replace(self, axes=others if placed.size == 1 else {**others, axis: placed})
 
 
 @dataclass(frozen=True)
@@ -126,7 +179,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the model with a mesh of its own (a plain model has one part)."""
+    """A piece of the model with a mesh of its own (a plain model has one part).
+
+    Each rank of the pp axis runs ``vpp`` stages: stage s is on rank s % pp. ``zero_shard`` is the number of
+    replicas over which ZeRO divides its states (the rest hold copies: HSDP); 0 divides over all of them.
+    """
 
     name: str
     mesh: Mesh
@@ -135,6 +192,8 @@ class Part:
     schedule: str
     zero: int
     stages: tuple[Stage, ...]
+    vpp: int = 1
+    zero_shard: int = 0
 
 
 @dataclass(frozen=True)

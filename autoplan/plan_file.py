@@ -18,7 +18,7 @@ import yaml
 
 from autoplan.checked_yaml import yaml_complaint
 from autoplan.errors import BadInputError, BadPlanError
-from autoplan.plan import RECOMPUTE, Layout, Part, Plan, RegionPlan
+from autoplan.plan import RECOMPUTE, SCHEDULES, Layout, Mesh, Part, Plan, RegionPlan
 from autoplan.plan_data import decode, describe, differences, encode
 from autoplan.plan_table import plan_table
 
@@ -116,26 +116,46 @@ def _part_conditions(part: Part, layouts: Mapping[str, Layout]) -> list[_Conditi
         ("mesh.pp", mesh.pp >= 1, "at least 1", mesh.pp),
         ("mesh.dp", mesh.dp >= 1, "at least 1", mesh.dp),
         ("mesh.tp", mesh.tp >= 1, "at least 1", mesh.tp),
+        ("mesh.cp", mesh.cp >= 1, "at least 1", mesh.cp),
+        ("mesh.ep", mesh.ep >= 1 and mesh.dp % mesh.ep == 0, f"a divisor of {mesh.dp} (mesh.dp)", mesh.ep),
+        ("vpp", part.vpp >= 1, "at least 1", part.vpp),
+        ("schedule", part.schedule in SCHEDULES, " or ".join(SCHEDULES), part.schedule),
         ("micro_batch", part.micro_batch >= 1, "at least 1", part.micro_batch),
         ("microbatches", part.microbatches >= 1, "at least 1", part.microbatches),
         ("zero", part.zero in (0, 1, 2, 3), "0, 1, 2 or 3", part.zero),
-        ("stages", stages == mesh.pp, f"{mesh.pp} stages (mesh.pp)", stages),
+        ("zero_shard", *_zero_shard_condition(part)),
+        ("stages", stages == mesh.pp * part.vpp, f"{mesh.pp * part.vpp} stages (mesh.pp x vpp)", stages),
     ]
     for s, stage in enumerate(part.stages):
         for r, region in enumerate(stage.regions):
             path = f"stages[{s}].regions[{r}]"
-            conditions += _region_conditions(path, region, mesh.tp, layouts)
+            conditions += _region_conditions(path, region, mesh, layouts)
     return conditions
 
 
+def _zero_shard_condition(part: Part) -> tuple[bool, str, object]:
+    replicas = part.mesh.replicas
+    holds = part.zero_shard >= 0 and replicas % (part.zero_shard or 1) == 0
+    return holds, f"0 or a divisor of the {replicas} replicas (mesh.dp x mesh.cp)", part.zero_shard
+
+
 def _region_conditions(
-    path: str, region: RegionPlan, tp: int, layouts: Mapping[str, Layout]
+    path: str, region: RegionPlan, mesh: Mesh, layouts: Mapping[str, Layout]
 ) -> list[_Condition]:
     layout = layouts.get(region.layout)
-    layout_tp = layout.tp if layout else tp
+    fits = [
+        (
+            f"{path}.layout",
+            layout.on(axis).size in (1, size),
+            f"a layout for {axis} {size} (mesh.{axis})",
+            region.layout,
+        )
+        for axis, size in (("cp", mesh.cp), ("ep", mesh.ep), ("tp", mesh.tp))
+        if layout is not None
+    ]
     return [
         (f"{path}.layout", layout is not None, f"one of {', '.join(layouts)}", region.layout),
-        (f"{path}.layout", layout_tp == tp, f"a layout for tp {tp} (mesh.tp)", region.layout),
+        *fits,
         (f"{path}.recompute", region.recompute in RECOMPUTE, " or ".join(RECOMPUTE), region.recompute),
     ]
 

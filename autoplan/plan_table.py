@@ -55,9 +55,8 @@ def estimate_mark(plan: Plan) -> str:
 
 def part_line(part: Part) -> str:
     """``model: pp 2 x dp 4 x tp 8, micro-batch 1 x 64, 1f1b, ZeRO 0``."""
-    mesh = part.mesh
     return (
-        f"{part.name}: pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}, "
+        f"{part.name}: {part.mesh}, "
         f"micro-batch {part.micro_batch} x {part.microbatches}, {part.schedule}, ZeRO {part.zero}"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.plan import (
+    AxisLayout,
     Certificate,
     Layout,
     MemoryItem,
@@ -119,9 +120,7 @@ def _layout(
     cut = tp > 1
     return Layout(
         region_class=f"{name}-7f3a",
-        tp=tp,
-        parameters=parameters if cut else dict.fromkeys(parameters, "R"),
-        rules=rules if cut else {},
+        axes={"tp": AxisLayout(tp, parameters, rules)} if cut else {},
         collectives_forward={"all_reduce": forward} if cut and forward else {},
         collectives_backward={"all_reduce": backward} if cut and backward else {},
         collective_bytes_forward=forward * HIDDEN_BYTES if cut else 0.0,

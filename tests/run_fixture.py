@@ -70,7 +70,9 @@ class HandPlans:
             graph = region_graph(self.capture, region, self.capture.batch)
             for node in graph.graph.nodes:
                 if node.meta.get("kind") == "parameter":
-                    pinned.setdefault(node.meta["source"], parse_state(layout.parameters.get(node.name, "R")))
+                    pinned.setdefault(
+                        node.meta["source"], parse_state(layout.tp.parameters.get(node.name, "R"))
+                    )
         entries = [
             RegionPlan(region.name, region.class_id, recompute[i % len(recompute)])
             for i, region in enumerate(self.regions)

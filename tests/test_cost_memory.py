@@ -105,7 +105,7 @@ def test_recompute_kinds_are_ordered_and_linear_in_the_batch() -> None:
         lambda batch: (torch.empty(batch, 128, 256, dtype=torch.bfloat16),),
     )
     model, work = cost_model(), measure_region(graphs)
-    one, two, eight = (model.region_cost(work, b, Span(1)) for b in (1, 2, 8))
+    one, two, eight = (model.region_cost(work, b, {"tp": Span(1)}) for b in (1, 2, 8))
     for kind in ("none", "selective", "full"):
         assert eight.saved_bytes[kind] == 8 * one.saved_bytes[kind]
         assert sum(item.bytes for item in two.transient_items[kind]) == two.transient_bytes[kind]
@@ -150,9 +150,9 @@ def test_unknown_batch_form_prices_only_its_own_batch() -> None:
     """A graph known at batch 1 alone must not be extrapolated silently."""
     graphs = {1: region_graph_of(nn.Linear(4, 4), torch.randn(1, 4))}
     work = measure_region(graphs)
-    cost_model().region_cost(work, 1, Span(1))
+    cost_model().region_cost(work, 1, {"tp": Span(1)})
     with pytest.raises(BadInputError, match="--pin micro_batch=1"):
-        cost_model().region_cost(work, 2, Span(1))
+        cost_model().region_cost(work, 2, {"tp": Span(1)})
 
 
 @pytest.mark.parametrize(("sequence", "logits_gib"), [(4096, 3.914), (3072, 2.936)])
@@ -168,7 +168,7 @@ def test_head_names_the_logits_and_their_gradient(sequence: int, logits_gib: flo
             torch.zeros(batch, sequence, dtype=torch.long),
         ),
     )
-    cost = cost_model().region_cost(measure_region(graphs), 2, Span(1))
+    cost = cost_model().region_cost(measure_region(graphs), 2, {"tp": Span(1)})
     saved, transient = cost.saved_items["none"][0], {i.name: i.bytes for i in cost.transient_items["none"]}
     assert saved.name == "log-probabilities of the logits (fp32)"
     assert saved.bytes / GIB == pytest.approx(logits_gib, abs=2e-3)
@@ -185,7 +185,7 @@ def test_full_recompute_still_keeps_every_region_input() -> None:
         lambda: LlamaBlock(5376, 32, 16, 21504),
         lambda batch: (torch.empty(batch, 256_000, 5376, dtype=torch.bfloat16),),
     )
-    cost = cost_model().region_cost(measure_region(graphs), 1, Span(1))
+    cost = cost_model().region_cost(measure_region(graphs), 1, {"tp": Span(1)})
     assert 60 * cost.saved_bytes["full"] == pytest.approx(165.2e9, rel=0.002)
 
 
@@ -234,8 +234,10 @@ def test_pricing_a_measured_region_is_fast() -> None:
     )
     model: CostModel = cost_model()
     work = measure_region(graphs)
-    model.region_cost(work, 1, Span(1))
-    best = min(_seconds(lambda: model.region_cost(work, 3, Span(8)), time.perf_counter) for _ in range(20))
+    model.region_cost(work, 1, {"tp": Span(1)})
+    best = min(
+        _seconds(lambda: model.region_cost(work, 3, {"tp": Span(8)}), time.perf_counter) for _ in range(20)
+    )
     assert best < 2e-3
 
 

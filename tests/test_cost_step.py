@@ -61,7 +61,7 @@ def part(
 
 
 def costs(works: Mapping[str, RegionWork], model: CostModel, micro_batch: int) -> dict[str, RegionCost]:
-    return {name: model.region_cost(work, micro_batch, Span(1)) for name, work in works.items()}
+    return {name: model.region_cost(work, micro_batch, {"tp": Span(1)}) for name, work in works.items()}
 
 
 PARTS = [

@@ -144,7 +144,7 @@ def test_megatron_is_found(block: fx.GraphModule, tp: int) -> None:
     priced = price_layout(block, tp, prices, {}, settings)
     assert time.perf_counter() - started_s < 3  # 0.05 s on an idle core
     layout = priced.layout
-    assert layout.parameters == MEGATRON
+    assert layout.tp.parameters == MEGATRON
     assert layout.collectives_forward == {"all_reduce": 2}
     assert layout.collectives_backward == {"all_reduce": 2}
     assert layout.collective_bytes_forward == layout.collective_bytes_backward == 2 * ACTIVATION_BYTES
@@ -162,7 +162,7 @@ def test_megatron_is_found(block: fx.GraphModule, tp: int) -> None:
 def test_megatron_is_found_under_default_settings(block: fx.GraphModule) -> None:
     """The prices of memory and of elementwise work must not pull the optimum away."""
     layout = choose_layout(block, 8, ChipPrices(8), region_class="block")
-    assert layout.parameters == MEGATRON
+    assert layout.tp.parameters == MEGATRON
     assert (layout.collectives_forward, layout.region_class) == ({"all_reduce": 2}, "block")
 
 
@@ -181,15 +181,15 @@ def test_slow_links_still_cut_parameters(block: fx.GraphModule) -> None:
     """At 0.1 GB/s replicating everything is fastest, but a tp group that holds everything twice is wasted."""
     slow = ChipPrices(2, link_bytes_per_s=1e8)
     free = price_layout(block, 2, slow, {}, LayoutSettings(memory_s_per_byte=(0.0,)))
-    assert set(free.layout.parameters.values()) == {"R"}
-    cut = choose_layout(block, 2, slow).parameters
+    assert set(free.layout.tp.parameters.values()) == {"R"}
+    cut = choose_layout(block, 2, slow).tp.parameters
     assert {name: cut[name] for name in cut if name.endswith("weight")} == WEIGHTS
 
 
 def test_untied_table_is_cut_along_hidden(table: fx.GraphModule) -> None:
     """Rows of the vocabulary cost an all-reduce, columns an all-gather of half the price."""
     layout = choose_layout(table, 8, ChipPrices(8))
-    assert layout.parameters == {"p_tokens_weight": "S(1)"}
+    assert layout.tp.parameters == {"p_tokens_weight": "S(1)"}
     assert layout.collectives_forward == {"all_gather": 1} and not layout.collectives_backward
 
 
@@ -197,10 +197,10 @@ def test_pinned_table_is_cut_along_the_vocabulary(table: fx.GraphModule) -> None
     """A table tied to the head is stored as the head wants it; execution follows the pin."""
     pinned = {"p_tokens_weight": parse_state("S(0)")}
     layout = choose_layout(table, 8, ChipPrices(8), pinned_parameters=pinned)
-    assert layout.rules["embedding"] == "S(0),R->P vocab_embedding"
+    assert layout.tp.rules["embedding"] == "S(0),R->P vocab_embedding"
     assert layout.collectives_forward == {"all_reduce": 1}
     whole = choose_layout(table, 8, ChipPrices(8), pinned_parameters={"p_tokens_weight": parse_state("R")})
-    assert whole.parameters == {"p_tokens_weight": "R"}
+    assert whole.tp.parameters == {"p_tokens_weight": "R"}
 
 
 @pytest.mark.parametrize(("name", "state"), [("p_tokens_weight", "S(0)"), ("nobody", "R")])
@@ -214,7 +214,7 @@ def test_a_pin_on_storage_leaves_execution_free(pin: str) -> None:
     """A weight pinned whole, or along the wrong dim, must still run: it is converted where it is used."""
     graph = small(FusedBlock("split"), torch.rand(2, 8, 32))
     layout = choose_layout(graph, 2, ChipPrices(2), pinned_parameters={"p_up_weight": parse_state(pin)})
-    assert layout.parameters["p_up_weight"] == pin
+    assert layout.tp.parameters["p_up_weight"] == pin
 
 
 def small(module: nn.Module, *inputs: Tensor) -> fx.GraphModule:
@@ -227,14 +227,14 @@ def test_layers_under_frozen_parameters_are_laid_out() -> None:
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             node.meta |= {"requires_grad": False, "trainable": False}
-    assert choose_layout(graph, 2, ChipPrices(2)).tp == 2
+    assert choose_layout(graph, 2, ChipPrices(2)).tp.size == 2
 
 
 def test_head_keeps_logits_cut() -> None:
     """Gathered logits are the largest tensor of a model; the loss is computed on their pieces."""
     graph = small(Head(32, 4096), torch.rand(2, 512, 32), torch.zeros(2, 512, dtype=torch.long))
     layout = choose_layout(graph, 2, ChipPrices(2))
-    assert layout.rules["cross_entropy_loss"] == "S(1),R->R vocab_cross_entropy"
+    assert layout.tp.rules["cross_entropy_loss"] == "S(1),R->R vocab_cross_entropy"
     assert layout.collectives_forward == {"all_reduce": 2}  # the largest logit, then three sums at once
     assert layout.collectives_backward == {"all_reduce": 1}
 
@@ -243,14 +243,14 @@ def test_logits_are_not_summed_for_an_odd_vocabulary() -> None:
     """4,097 rows cannot be halved; cutting the other dim would send the logits, 128 times the activations."""
     graph = small(Head(32, 4097), torch.rand(2, 512, 32), torch.zeros(2, 512, dtype=torch.long))
     layout = choose_layout(graph, 2, ChipPrices(2))
-    assert layout.parameters["p_out_weight"] == "R" and not layout.collectives_forward
+    assert layout.tp.parameters["p_out_weight"] == "R" and not layout.collectives_forward
 
 
 def test_positions_are_not_cut() -> None:
     """A position table is a parameter, but its rows are positions, which another axis cuts."""
     graph = small(Embed(), torch.zeros(2, 8, dtype=torch.long))
     layout = choose_layout(graph, 2, ChipPrices(2))
-    assert set(layout.parameters.values()) == {"S(1)"}
+    assert set(layout.tp.parameters.values()) == {"S(1)"}
 
 
 # --- an oracle: every assignment of rules to nodes of a small graph, priced without the solver ---------
@@ -268,9 +268,9 @@ class Tiny(nn.Module):
 def cost_of(builder: Builder, layout: Layout) -> float:
     """Price of a layout by the rules it names, from scratch."""
     stored = {
-        n.name: f"->{layout.parameters.get(n.name, 'R')}" for n in builder.rules if n.op == "placeholder"
+        n.name: f"->{layout.tp.parameters.get(n.name, 'R')}" for n in builder.rules if n.op == "placeholder"
     }
-    texts = {**stored, **layout.rules}
+    texts = {**stored, **layout.tp.rules}
     chosen: dict[fx.Node, Rule] = {}
     for node, rules in builder.rules.items():
         replicated = rules[0]

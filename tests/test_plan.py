@@ -145,7 +145,7 @@ REFUSED = {
     "missing section": (without("layouts"), "layouts: expected an entry"),
     "missing seal": (without("fingerprint"), "fingerprint: expected text, found null"),
     "missing copy": (without("sealed_copy"), "sealed_copy: expected text"),
-    "unknown field": (edited(("parts", 0, "mesh", "cp"), 1), "parts[0].mesh.cp: no such entry"),
+    "unknown field": (edited(("parts", 0, "mesh", "qp"), 1), "parts[0].mesh.qp: no such entry"),
     "unknown section": (edited(("notes",), 1), "notes: no such entry; expected one of"),
     "one stage less": (without("parts", 0, "stages", 1), "parts[0].stages[1]: edited"),
     "bad range": (edited(REGIONS, "a.7-0"), "regions: expected one ascending range"),
@@ -209,7 +209,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize(("part", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
 def test_a_plan_that_contradicts_itself_is_not_saved(part: Any, message: str, tmp_path: Path) -> None:
     """Guards: a search that writes a file which nothing can run."""
-    layouts = PLAN.layouts if "layout" not in message else {"embed.tp1": Layout("embed", 1)}
+    layouts = PLAN.layouts if "layout" not in message else {"embed.tp1": Layout("embed")}
     with pytest.raises(BadPlanError) as refusal:
         dataclasses.replace(PLAN, parts=(part,), layouts=layouts).save(tmp_path / "plan.yaml")
     assert message in str(refusal.value)

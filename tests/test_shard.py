@@ -14,7 +14,7 @@ from shard_models import Adapter, Diffusion, Embed, Experts, FusedBlock, Grouped
 from torch import Tensor, fx, nn
 
 from autoplan.errors import BadPlanError
-from autoplan.plan import Layout
+from autoplan.plan import AxisLayout, Layout
 from autoplan.planner.layout import LayoutSettings, choose_layout
 from autoplan.runtime.forked import run_ranks
 from autoplan_passes import collectives
@@ -320,9 +320,9 @@ def test_foreign_layout_is_refused() -> None:
     """A stale plan must not fail deep inside a reshape."""
     graph = graph_of("fused split")
     with pytest.raises(BadPlanError, match="no op of this region"):
-        shard_region(graph, Layout("block", WAYS, rules={"nonsense": "R->R"}))
+        shard_region(graph, Layout("block", {"tp": AxisLayout(WAYS, rules={"nonsense": "R->R"})}))
     with pytest.raises(BadPlanError, match="does not fit"):
-        shard_region(graph, Layout("block", WAYS, rules={"linear": "R*,S(0),R->S(2)"}))
+        shard_region(graph, Layout("block", {"tp": AxisLayout(WAYS, rules={"linear": "R*,S(0),R->S(2)"})}))
 
 
 @pytest.mark.parametrize("text", ["R,R->R", "R*,S(0:64+32+32)->S(2)", "S(0),R->P vocab_embedding", "->S(1)"])

@@ -204,7 +204,7 @@ def test_the_largest_part_and_the_typical_layer_speak_for_the_plan() -> None:
     plan = dataclasses.replace(PLAN, parts=(small, *PLAN.parts), layouts=layouts)
     assert largest_part(plan).name == "model"
     layer = typical_layout(plan)
-    assert layer is not None and (layer.region_class, layer.tp) == ("block-7f3a", 8)
+    assert layer is not None and (layer.region_class, layer.tp.size) == ("block-7f3a", 8)
 
 
 UNITS = [

@@ -150,7 +150,7 @@ def search_capture(
         hardware_fingerprint=profile.fingerprint,
         workload=pricing.workload,
         parts=(best.part,),
-        layouts=costs.layouts(best.part.mesh.tp, best.part.micro_batch),
+        layouts=costs.layouts(best.candidate.inside, best.part.micro_batch),
         prediction=best.prediction,
         certificate=certificate,
         assumptions=(*assumptions, *_batch_statistics(capture), *capture.warnings),

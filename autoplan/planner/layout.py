@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autoplan.errors import BadInputError
-from autoplan.plan import Layout
+from autoplan.plan import AxisLayout, Layout
 from autoplan.planner.layout_pricing import LayoutPrices, LayoutSettings, Pricing
 from autoplan.planner.linear import LinearProgram, solve
 from autoplan_passes import table_contractions
@@ -79,7 +79,7 @@ def price_layout(
 ) -> PricedLayout:
     """Build the program of the module's docstring, and solve it at rising prices of memory."""
     if tp == 1:
-        return PricedLayout(_unsharded(graph), 0.0, True, 0.0)
+        return PricedLayout(Layout(""), 0.0, True, 0.0)
     pinned = _pinned_nodes(graph.graph, pinned_parameters)
     builder = Builder(graph.graph, tp, prices, settings, pinned)
     builder.build()
@@ -94,11 +94,6 @@ def price_layout(
         if forced.layout.collective_bytes_forward <= limit_bytes:
             found = forced
     return found
-
-
-def _unsharded(graph: fx.GraphModule) -> Layout:
-    names = [n.name for n in graph.graph.nodes if n.meta.get("kind") == "parameter"]
-    return Layout("", 1, parameters=dict.fromkeys(names, "R"))
 
 
 def _pinned_nodes(graph: fx.Graph, pinned: Mapping[str, State]) -> dict[fx.Node, State]:
@@ -248,11 +243,10 @@ class Builder:
             n for n in self.graph.nodes if n.op == "call_function" and n in self.active and row_of(n) is None
         ]
         sent = list(self.sent_by(chosen))
+        rules = {n.name: str(r) for n, r in chosen.items() if n.op == "call_function" and _is_special(r)}
         return Layout(
             region_class="",
-            tp=self.tp,
-            parameters=parameters,
-            rules={n.name: str(r) for n, r in chosen.items() if n.op == "call_function" and _is_special(r)},
+            axes={"tp": AxisLayout(self.tp, parameters, rules)},
             collectives_forward=dict(Counter(kind for kind, _, _, _ in sent if kind != "none")),
             collectives_backward=dict(Counter(kind for _, kind, _, _ in sent if kind != "none")),
             collective_bytes_forward=float(sum(size for kind, _, size, _ in sent if kind != "none")),

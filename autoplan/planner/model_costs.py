@@ -1,6 +1,6 @@
-"""What each region class costs on each tp degree: layouts chosen and measured once, priced many times.
+"""What each region class costs under each way to cut it: layouts chosen and measured once, priced many times.
 
-Comes in: a capture and a cost model. Goes out: layouts, measured work and costs per (region class, tp).
+Comes in: a capture and a cost model. Goes out: layouts, measured work and costs per (region class, Inside).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError
 from autoplan.plan import Layout
 from autoplan.planner.layout import attention_heads, choose_layout
+from autoplan.planner.space import ALONE, Inside
 from autoplan.regions import Region, find_regions, region_graph
-from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
-from autoplan_passes.shard import dry_group, shard_region
+from autoplan_passes.shard import dry_groups, shard_region
 from autoplan_passes.states import State, parse_state
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One region class on one tp degree."""
+    """One region class under one way to cut it."""
 
     layout: Layout
     work: RegionWork
@@ -47,11 +47,11 @@ class ModelCosts:
         self._timing = False
         self._say = say
         self._graphs: dict[tuple[str, int], fx.GraphModule] = {}
-        self._measured: dict[tuple[str, int], Measured] = {}
+        self._measured: dict[tuple[str, Inside], Measured] = {}
         self._tied = _parameters_of_several_classes(self.regions)
-        self._pinned: dict[tuple[str, int], State] = {}
-        self._costs: dict[tuple[str, int, int], RegionCost] = {}
-        self._exact: dict[tuple[str, int, int], RegionWork] = {}
+        self._pinned: dict[tuple[str, Inside], State] = {}
+        self._costs: dict[tuple[str, Inside, int], RegionCost] = {}
+        self._exact: dict[tuple[str, Inside, int], RegionWork] = {}
 
     def _graph(self, class_id: str, batch: int) -> fx.GraphModule:
         """The class's graph at one micro-batch."""
@@ -72,15 +72,15 @@ class ModelCosts:
         heads = [count for _, q, kv in self.heads() for count in (q, kv)]
         return [t for t in range(1, most + 1) if all(count % t == 0 for count in heads)]
 
-    def measured(self, class_id: str, tp: int) -> Measured:
-        """The class's best layout on ``tp`` ranks and its measured work."""
-        if (class_id, tp) not in self._measured:
+    def measured(self, class_id: str, inside: Inside) -> Measured:
+        """The class's best layout under ``inside`` and its measured work."""
+        if (class_id, inside) not in self._measured:
             with self._timed():
                 for other in self._order(class_id):
-                    if (other, tp) not in self._measured:
-                        self._say(f"choosing the layout of {self.names[other]} for tp={tp}")
-                        self._measured[other, tp] = self._measure(other, tp)
-        return self._measured[class_id, tp]
+                    if (other, inside) not in self._measured:
+                        self._say(f"choosing the layout of {self.names[other]} for {inside_text(inside)}")
+                        self._measured[other, inside] = self._measure(other, inside)
+        return self._measured[class_id, inside]
 
     @contextlib.contextmanager
     def _timed(self) -> Generator[None]:
@@ -94,56 +94,58 @@ class ModelCosts:
                 self.spent_s += time.perf_counter() - start
                 self._timing = False
 
-    def cost(self, class_id: str, tp: int, micro_batch: int) -> RegionCost:
+    def cost(self, class_id: str, inside: Inside, micro_batch: int) -> RegionCost:
         """The class's cost at a micro-batch."""
-        key = (class_id, tp, micro_batch)
+        key = (class_id, inside, micro_batch)
         if key not in self._costs:
-            work = self._work_at(class_id, tp, micro_batch)
-            self._costs[key] = self.cost_model.region_cost(work, micro_batch, Span(tp, 1))
+            work = self._work_at(class_id, inside, micro_batch)
+            self._costs[key] = self.cost_model.region_cost(work, micro_batch, inside.spans)
         return self._costs[key]
 
-    def layouts(self, tp: int, micro_batch: int) -> dict[str, Layout]:
+    def layouts(self, inside: Inside, micro_batch: int) -> dict[str, Layout]:
         """The layout of every class by class name, with the bytes of one micro-batch of that size."""
-        return {self.names[class_id]: self._layout(class_id, tp, micro_batch) for class_id in self.classes}
+        return {
+            self.names[class_id]: self._layout(class_id, inside, micro_batch) for class_id in self.classes
+        }
 
-    def _layout(self, class_id: str, tp: int, micro_batch: int) -> Layout:
-        found, work = self.measured(class_id, tp), self._work_at(class_id, tp, micro_batch)
+    def _layout(self, class_id: str, inside: Inside, micro_batch: int) -> Layout:
+        found, work = self.measured(class_id, inside), self._work_at(class_id, inside, micro_batch)
         steps = work.steps_to(micro_batch)
         sizes = [(form, form.size.at(steps)) for form in work.collectives]
         return replace(
             found.layout,
             collective_bytes_forward=sum(form.forward * size for form, size in sizes),
             collective_bytes_backward=sum(form.backward * size for form, size in sizes),
-            output_bytes=self.cost(class_id, tp, micro_batch).output_bytes,
+            output_bytes=self.cost(class_id, inside, micro_batch).output_bytes,
         )
 
-    def _measure(self, class_id: str, tp: int) -> Measured:
+    def _measure(self, class_id: str, inside: Inside) -> Measured:
         base = self._graph(class_id, self.capture.batch)
-        prices = self.cost_model.layout_prices(Span(tp, 1))
+        prices = self.cost_model.layout_prices(inside.spans["tp"])
         pinned = {
-            node.name: self._pinned[node.meta["source"], tp]
+            node.name: self._pinned[node.meta["source"], inside]
             for node in base.graph.nodes
-            if node.op == "placeholder" and (node.meta["source"], tp) in self._pinned
+            if node.op == "placeholder" and (node.meta["source"], inside) in self._pinned
         }
-        layout = choose_layout(base, tp, prices, pinned_parameters=pinned)
+        layout = choose_layout(base, inside.tp, prices, pinned_parameters=pinned)
         layout = replace(layout, region_class=self.names[class_id])
         for node in base.graph.nodes:
             if node.op == "placeholder" and node.meta["source"] in self._tied:
-                state = parse_state(layout.parameters.get(node.name, "R"))
-                self._pinned[node.meta["source"], tp] = state
-        whole = self.measured(class_id, 1).work if tp > 1 else None
+                state = parse_state(layout.tp.parameters.get(node.name, "R"))
+                self._pinned[node.meta["source"], inside] = state
+        whole = self.measured(class_id, ALONE).work if inside != ALONE else None
         return Measured(layout, self._work(class_id, layout, whole))
 
-    def _work_at(self, class_id: str, tp: int, micro_batch: int) -> RegionWork:
+    def _work_at(self, class_id: str, inside: Inside, micro_batch: int) -> RegionWork:
         """The work from which one micro-batch is priced: measured there where samples are paired with one
         another (sizes then grow with the square of the batch), else linear from two others."""
-        found = self.measured(class_id, tp)
+        found = self.measured(class_id, inside)
         if not self.capture.coupled_at:
             return found.work
-        key = (class_id, tp, micro_batch)
+        key = (class_id, inside, micro_batch)
         if key not in self._exact:
-            whole = self._work_at(class_id, 1, micro_batch) if tp > 1 else None
-            with dry_group("tp", tp):
+            whole = self._work_at(class_id, ALONE, micro_batch) if inside != ALONE else None
+            with dry_groups(found.layout):
                 local = shard_region(self._graph(class_id, micro_batch), found.layout)
                 fused = self.cost_model.fused_attention
                 self._exact[key] = measure_region({micro_batch: local}, whole=whole, fused_attention=fused)
@@ -155,7 +157,7 @@ class ModelCosts:
         first = self.capture.batch
         pairs = [(first, first + 1), (first + 1, first + 2)] if self.capture.batch_form.known else [(first,)]
         for pair in pairs:
-            with dry_group("tp", layout.tp):
+            with dry_groups(layout):
                 local = {batch: shard_region(self._graph(class_id, batch), layout) for batch in pair}
                 try:
                     return measure_region(local, whole=whole, fused_attention=self.cost_model.fused_attention)
@@ -171,6 +173,16 @@ class ModelCosts:
             return [class_id]
         sharing = [c for c, other in self.classes.items() if self._tied.intersection(other.parameters)]
         return list(reversed(sharing))
+
+
+def inside_text(inside: Inside) -> str:
+    """``tp=8 sp cp=2``: the axes that are used."""
+    degrees = [
+        f"{axis}={size}"
+        for axis, size in (("tp", inside.tp), ("cp", inside.cp), ("ep", inside.ep))
+        if size > 1
+    ]
+    return " ".join([*degrees, *(["sp"] if inside.sp else [])]) or "one device"
 
 
 def _class_names(classes: dict[str, Region]) -> dict[str, str]:

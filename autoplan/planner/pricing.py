@@ -40,6 +40,7 @@ class Priced:
 
     part: Part
     prediction: Prediction
+    candidate: Candidate
 
     @property
     def fits(self) -> bool:
@@ -76,7 +77,7 @@ class Pricing:
             for class_id, pinned in {self._kind(region) for region in self.costs.regions}
         }
         costs = [self._cost(region.class_id, candidate) for region in self.costs.regions]
-        span = Span(2, candidate.mesh.tp * candidate.mesh.dp)
+        span = Span(2, candidate.mesh.stage_devices)
         least = min(cost.output_bytes for cost in costs)
         return Chain(
             items=tuple(kinds[self._kind(region)] for region in self.costs.regions),
@@ -104,22 +105,24 @@ class Pricing:
             mesh=candidate.mesh,
             micro_batch=candidate.micro_batch,
             microbatches=candidate.microbatches,
-            schedule="1f1b",
+            schedule=candidate.schedule,
             zero=candidate.zero,
             stages=tuple(stages),
+            vpp=candidate.vpp,
+            zero_shard=candidate.zero_shard,
         )
         by_layout = {
             self.costs.names[class_id]: self._cost(class_id, candidate) for class_id in self.costs.classes
         }
         prediction, predictions = price_plan(part, by_layout, self.costs.cost_model, self.workload)
         told = tuple(Stage(stage.regions, p) for stage, p in zip(part.stages, predictions))
-        return Priced(replace(part, stages=told), prediction)
+        return Priced(replace(part, stages=told), prediction, candidate)
 
     def _kind(self, region: Region) -> tuple[str, str | None]:
         return region.class_id, self.pins.recompute_of(region.name)
 
     def _cost(self, class_id: str, candidate: Candidate) -> RegionCost:
-        return self.costs.cost(class_id, candidate.mesh.tp, candidate.micro_batch)
+        return self.costs.cost(class_id, candidate.inside, candidate.micro_batch)
 
     def _item(self, class_id: str, pinned: str | None, candidate: Candidate) -> ChainItem:
         cost, mesh = self._cost(class_id, candidate), candidate.mesh
@@ -135,7 +138,7 @@ class Pricing:
             else NEVER
             for i, kind in enumerate(RECOMPUTE)
         )
-        gathers = candidate.zero == 3 and mesh.dp > 1
+        gathers = candidate.zero == 3 and mesh.replicas > 1
         whole_gradients = gradient_bytes(cost.trainable_numel, dtype, candidate.zero)
         sync_s, update_s = self._once_a_step(cost, candidate)
         return ChainItem(
@@ -164,7 +167,7 @@ class Pricing:
             dtype=self.workload.dtype,
             optimizer=self.workload.optimizer,
             zero=candidate.zero,
-            dp=candidate.mesh.dp,
+            dp=candidate.mesh.replicas,
         )
 
     def _once_a_step(self, cost: RegionCost, candidate: Candidate) -> tuple[float, float]:
@@ -179,7 +182,7 @@ class Pricing:
             return 0.0, 0.0
         share = cost.trainable_numel / whole
         sync_s = 0.0
-        if candidate.zero == 0 and mesh.dp > 1:
+        if candidate.zero == 0 and mesh.replicas > 1:
             moved = gradient_bytes(whole, self.workload.dtype, candidate.zero)
             sync_s = model.collective_s("all_reduce", moved, dp_span(mesh))
         traffic = self._states(0.0, whole, candidate).optimizer_traffic

@@ -112,5 +112,5 @@ def _memory_first(pricing: Pricing) -> list[Candidate]:
     """Candidates that spread the model widest first: full sharding, then deep, narrow micro-batches."""
     return sorted(
         pricing.candidates,
-        key=lambda c: (-(c.mesh.pp * c.mesh.tp * (c.mesh.dp if c.zero == 3 else 1)), c.micro_batch),
+        key=lambda c: (-(c.mesh.pp * c.mesh.tp * (c.mesh.replicas if c.zero == 3 else 1)), c.micro_batch),
     )

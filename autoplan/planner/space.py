@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from autoplan.errors import BadInputError
 from autoplan.plan import RECOMPUTE, Mesh, RegionPlan
 from autoplan.region_runs import expand_range, fold_regions
+from autoplan_cost_models.collectives import Span
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ZERO_STAGES = (0, 3)
@@ -47,6 +48,33 @@ class Pins:
         return self.recompute
 
 
+@dataclass(frozen=True, order=True)
+class Inside:
+    """How regions are cut over the ranks that share one micro-batch: the key of a region's layout.
+
+    ``sp``: activations between regions are cut along the sequence on tp. ``cp_kind`` is how attention
+    runs on cp. What does not apply stays at its default, so that equal layouts have equal keys.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sp: bool = False
+    cp_kind: str = ""
+
+    @property
+    def spans(self) -> dict[str, Span]:
+        """The group of every axis inside a region."""
+        return {
+            "tp": Span(self.tp, 1),
+            "cp": Span(self.cp, self.tp),
+            "ep": Span(self.ep, self.tp * self.cp),
+        }
+
+
+ALONE = Inside()
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One mesh with a micro-batch and a ZeRO stage: everything but boundaries and recompute."""
@@ -55,6 +83,17 @@ class Candidate:
     micro_batch: int
     microbatches: int
     zero: int
+    zero_shard: int = 0
+    schedule: str = "1f1b"
+    vpp: int = 1
+    sp: bool = False
+    cp_kind: str = ""
+
+    @property
+    def inside(self) -> Inside:
+        """The part of the candidate that decides layouts."""
+        mesh = self.mesh
+        return Inside(mesh.tp, mesh.cp, mesh.ep, self.sp, self.cp_kind)
 
 
 def parse_pins(texts: Sequence[str]) -> Pins:

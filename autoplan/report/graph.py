@@ -190,10 +190,11 @@ def _layout_lines(name: str, layout: Layout | None) -> Iterator[str]:
     if layout is None:
         yield f"layout {name}"
         return
-    states = Counter(layout.parameters.values())
-    cut = ", ".join(f"{count} x {state}" for state, count in sorted(states.items(), reverse=True))
-    if cut and layout.tp > 1:
-        yield f"parameters on tp: {cut}"
+    for axis, placed in layout.axes.items():
+        states = Counter(placed.parameters.values())
+        cut = ", ".join(f"{count} x {state}" for state, count in sorted(states.items(), reverse=True))
+        if cut:
+            yield f"parameters on {axis}: {cut}"
     directions = (
         ("forward", layout.collectives_forward, layout.collective_bytes_forward),
         ("backward", layout.collectives_backward, layout.collective_bytes_backward),

@@ -96,7 +96,7 @@ def _memory_gib(plan: Plan) -> dict[str, Any]:
 
 def _mesh(mesh: Mesh) -> dict[str, int]:
     """All five axes; a plan of this version leaves cp and ep at 1."""
-    return {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "cp": 1, "ep": 1}
+    return {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "cp": mesh.cp, "ep": mesh.ep}
 
 
 def _part(part: Part) -> dict[str, Any]:

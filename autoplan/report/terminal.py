@@ -97,9 +97,9 @@ def _head(plan: Plan, look: _Look) -> RenderableType:
 
 
 def _part_head(part: Part, plan: Plan) -> Text:
-    mesh, work = part.mesh, plan.workload
+    work = plan.workload
     line = Text(f"\n{part.name}", style="bold")
-    line.append(f"  mesh pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}", style="not bold cyan")
+    line.append(f"  mesh {part.mesh}", style="not bold cyan")
     rest = (
         f"  micro-batch {part.micro_batch} x {part.microbatches} (global batch {work.global_batch})"
         f"  schedule {part.schedule}  ZeRO {part.zero}  {work.dtype} {work.optimizer}"

@@ -17,7 +17,7 @@ import torch
 
 from autoplan.capture import Capture, ModelSource, capture_module, load_model_source
 from autoplan.errors import AutoplanError, BadInputError
-from autoplan.plan import Part, Plan, Stage
+from autoplan.plan import AXES, Part, Plan, Stage
 from autoplan.regions import Region, find_regions
 from autoplan.runtime.batch import split_batch
 from autoplan.runtime.exact import in_double, without_dropout
@@ -229,7 +229,7 @@ class Checker:
         """
         part = program.part
         left_out = frozenset(program.tied if part.microbatches > 1 else ())
-        if part.mesh.dp == 1 and part.mesh.tp == 1:
+        if part.mesh.replicas == 1 and part.mesh.tp == 1:
             weights = piece_weights(program.target_count, split_batch(program, self.batch))
             if same_bits(run, self._reference(weights), left_out):
                 return True
@@ -307,7 +307,7 @@ def worst_gradient(
 
 def mesh_name(part: Part) -> str:
     """``pp2xtp2``: the axes above 1."""
-    degrees = {"pp": part.mesh.pp, "dp": part.mesh.dp, "tp": part.mesh.tp}
+    degrees = {axis: getattr(part.mesh, axis) for axis in AXES}
     return "x".join(f"{axis}{size}" for axis, size in degrees.items() if size > 1) or "one"
 
 

@@ -48,12 +48,12 @@ class TiedParameter:
 
 
 def mean_over_replicas(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """Average the gradients over the dp axis, in buckets of one dtype."""
+    """Average the gradients over the replicas (dp x cp), in buckets of one dtype."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat, group=ranks.group("dp"))
-        flat /= ranks.shape.dp
+        dist.all_reduce(flat, group=ranks.group("replicas"))
+        flat /= ranks.shape.replicas
         for gradient, piece in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
             gradient.copy_(piece.view_as(gradient))
 
@@ -143,7 +143,7 @@ def global_norm(owned: Iterable[Owned], first_homes: frozenset[Home], ranks: Ran
         if gradient is None or item.home not in first_homes:
             continue
         sharded = isinstance(gradient, DTensor)
-        counts = (item.state.is_shard or ranks.tp == 0) and (sharded or ranks.dp == 0)
+        counts = (item.state.is_shard or ranks.tp == 0) and (sharded or ranks.replica == 0)
         if counts:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             squares.append(_square_sum(local))

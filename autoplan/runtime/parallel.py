@@ -66,14 +66,14 @@ class ParallelModel:
             for name, canonical in self._state_names.items()
             if canonical not in planned
         }
-        self._sharded = program.part.zero > 0 and ranks.shape.dp > 1
+        self._sharded = program.part.zero > 0 and ranks.shape.replicas > 1
         self._masters = MasterWeights()
         # ZeRO keeps its shards in fp32 and rounds what it gathers, so it needs no further masters.
         self._low = program.low_precision
         stored = torch.float32 if self._low and self._sharded else self._low
         module = import_stage(source, ranks.pp, stages_dir)
         if hasattr(module, "bind"):
-            vars(module)["bind"]({"tp": ranks.group("tp")})
+            vars(module)["bind"]({axis: ranks.group(axis) for axis in ranks.region_axes})
         place = Place(ranks.shape.tp, ranks.tp, ranks.device)
         self.stage = build_stage(module, source, tensors, program.constants, place, stored, self._low)
         if self._sharded:
@@ -102,11 +102,11 @@ class ParallelModel:
         self._masters.round()
         with self._randomness.use():
             loss = self._runner.run(*self._share(pieces, weights))
-        if self.ranks.shape.dp > 1:
+        if self.ranks.shape.replicas > 1:
             if not self._sharded:
                 mean_over_replicas(self.parameters(), self.ranks)
-            dist.all_reduce(loss, group=self.ranks.group("dp"))
-            loss /= self.ranks.shape.dp
+            dist.all_reduce(loss, group=self.ranks.group("replicas"))
+            loss /= self.ranks.shape.replicas
         sum_over_homes(self._tied, self.ranks)
         if self.ranks.shape.pp > 1:
             last = self.ranks.rank_at(pp=self.ranks.shape.pp - 1)

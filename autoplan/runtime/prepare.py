@@ -18,7 +18,7 @@ from torch import fx, nn
 from autoplan.capture import capture_model, capture_module, load_model_source
 from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError, BadPlanError
-from autoplan.plan import Layout, Part, Plan
+from autoplan.plan import AxisLayout, Layout, Part, Plan
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan.runtime.weighting import TargetCount, find_target_count
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
@@ -256,16 +256,17 @@ def _local_graph(
             f"Region {call.region.name} uses the layout {call.layout!r}, which the plan does not hold "
             f"(it has {', '.join(plan.layouts) or 'none'}). Search again: autoplan search MODEL.py"
         )
-    layout = plan.layouts.get(call.layout) or Layout(call.region.class_id, part.mesh.tp)
+    layout = plan.layouts.get(call.layout) or Layout(call.region.class_id)
     if capture.dtype != plan.workload.dtype:
-        layout = with_casts_of(graph, layout)
+        for axis, placed in layout.axes.items():
+            layout = layout.replace_axis(axis, with_casts_of(graph, placed))
     return shard_region(graph, layout)
 
 
-def with_casts_of(graph: fx.GraphModule, layout: Layout) -> Layout:
+def with_casts_of(graph: fx.GraphModule, layout: AxisLayout) -> AxisLayout:
     """The layout for a graph traced in another dtype: its casts are others, each runs as its input lies."""
     rules = {name: rule for name, rule in layout.rules.items() if not _is_cast(name)}
-    placed = dict(layout.parameters)
+    placed = {**layout.inputs, **layout.parameters}
     for node in graph.graph.nodes:
         if node.op == "call_function" and _is_cast(node.name):
             state = placed.get(node.all_input_nodes[0].name, "R")
@@ -282,10 +283,9 @@ def _is_cast(name: str) -> bool:
 
 def stage_facts(capture: Capture, plan: Plan, part: Part) -> StageFacts:
     """The facts that the docstrings of the stage files state."""
-    mesh = part.mesh
     return StageFacts(
         model=plan.model.name,
-        mesh=f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}",
+        mesh=str(part.mesh),
         micro_batch=part.micro_batch,
         layouts={key: layout_line(layout) for key, layout in plan.layouts.items()},
         input_keywords={item.name: keyword_name(item) for item in user_inputs(capture)},
@@ -295,13 +295,15 @@ def stage_facts(capture: Capture, plan: Plan, part: Part) -> StageFacts:
 
 def layout_line(layout: Layout) -> str:
     """``tp 2: qkv.weight S(0), out.weight S(1); forward 2 all_reduce`` (empty where nothing is cut)."""
-    if layout.tp == 1:
-        return ""
-    cuts = ", ".join(
-        f"{name.removeprefix('p_')} {state}" for name, state in layout.parameters.items() if state != "R"
-    )
+    axes = [f"{axis} {placed.size}: {_cuts(placed)}" for axis, placed in layout.axes.items()]
     counts = ", ".join(f"{count} {kind}" for kind, count in layout.collectives_forward.items() if count)
-    return f"tp {layout.tp}: {cuts or 'nothing cut'}{f'; forward {counts}' if counts else ''}"
+    return "; ".join([*axes, *([f"forward {counts}"] if counts and axes else [])])
+
+
+def _cuts(placed: AxisLayout) -> str:
+    cuts = [f"{name.removeprefix('p_')} {state}" for name, state in placed.parameters.items() if state != "R"]
+    crossing = {state for state in (*placed.inputs.values(), *placed.outputs.values()) if state != "R"}
+    return ", ".join([*cuts, *(f"activations {state}" for state in sorted(crossing))]) or "nothing cut"
 
 
 def user_inputs(capture: Capture) -> tuple[UserInput, ...]:

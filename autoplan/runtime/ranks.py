@@ -1,12 +1,12 @@
 """The mesh of a plan in, this process's place in it out: process groups, coordinates, device.
 
-Rank = (pp * dp_size + dp) * tp_size + tp, as in :class:`autoplan.plan.Mesh`.
+Rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp, as in :class:`autoplan.plan.Mesh`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,11 @@ from autoplan.plan import AXES, Mesh
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process in the plan's mesh; ``pp``, ``dp``, ``tp`` are its coordinates."""
+    """This process in the plan's mesh; ``pp``, ``dp``, ``cp``, ``tp`` are its coordinates.
+
+    ``extra`` holds the groups that are no axis of the mesh: ``replicas`` (dp x cp), ``ep`` and
+    ``expert_replicas`` (the ranks with the same experts).
+    """
 
     shape: Mesh
     mesh: DeviceMesh
@@ -27,15 +31,31 @@ class Ranks:
     rank: int
     pp: int
     dp: int
+    cp: int
     tp: int
+    extra: Mapping[str, dist.ProcessGroup]
+
+    @property
+    def replica(self) -> int:
+        """This process's number among the ranks that hold the same dense parameters."""
+        return self.dp * self.shape.cp + self.cp
+
+    @property
+    def region_axes(self) -> list[str]:
+        """The axes that collectives inside a region may name."""
+        return ["cp", "tp", *(["ep"] if self.shape.ep > 1 else [])]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        return self.mesh.get_group(axis)
+        """The group of an axis, or of ``replicas``, ``ep``, ``expert_replicas``."""
+        return self.extra[axis] if axis in self.extra else self.mesh.get_group(axis)
 
-    def rank_at(self, *, pp: int | None = None, dp: int | None = None, tp: int | None = None) -> int:
-        """Global rank at these coordinates, this process's own where not given."""
-        stage, replica, piece = (self.pp if pp is None else pp), (self.dp if dp is None else dp), tp
-        return (stage * self.shape.dp + replica) * self.shape.tp + (self.tp if piece is None else piece)
+    def rank_at(self, **coordinates: int) -> int:
+        """Global rank at these coordinates (``pp=``, ``dp=``, ``cp=``, ``tp=``), this process's own where not
+        given."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self.shape, axis) + coordinates.get(axis, getattr(self, axis))
+        return rank
 
 
 def join_ranks(shape: Mesh) -> Ranks:
@@ -46,11 +66,30 @@ def join_ranks(shape: Mesh) -> Ranks:
     if world != shape.devices:
         raise BadPlanError(
             f"Expected {shape.devices} processes for the plan's mesh "
-            f"pp {shape.pp} x dp {shape.dp} x tp {shape.tp}, found {world}.\n{launch_line(shape)}"
+            f"{shape}, found {world}.\n{launch_line(shape)}"
         )
-    mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=AXES)
-    pp, dp, tp = mesh.get_coordinate() or (0, 0, 0)
-    return Ranks(shape, mesh, device, dist.get_rank(), pp, dp, tp)
+    sizes = tuple(getattr(shape, axis) for axis in AXES)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    place = mesh.get_coordinate() or [0] * len(AXES)
+    return Ranks(shape, mesh, device, dist.get_rank(), *place, extra=_extra_groups(shape))
+
+
+def _extra_groups(shape: Mesh) -> dict[str, dist.ProcessGroup]:
+    """Groups over several axes, or over a part of one; every rank makes all of them in the same order."""
+    outer = shape.dp // shape.ep
+    ranks = torch.arange(shape.devices).view(shape.pp, outer, shape.ep, shape.cp, shape.tp)
+    members = {
+        "replicas": ranks.permute(0, 4, 1, 2, 3).reshape(-1, shape.replicas),
+        "ep": ranks.permute(0, 1, 3, 4, 2).reshape(-1, shape.ep),
+        "expert_replicas": ranks.permute(0, 2, 4, 1, 3).reshape(-1, outer * shape.cp),
+    }
+    wanted = ["replicas", *(["ep", "expert_replicas"] if shape.ep > 1 else [])]
+    made: dict[str, dist.ProcessGroup] = {}
+    for name in wanted:
+        own, _ = dist.new_subgroups_by_enumeration(members[name].tolist())
+        assert isinstance(own, dist.ProcessGroup)  # every rank is in one of the groups
+        made[name] = own
+    return made
 
 
 def launch_line(shape: Mesh) -> str:
@@ -83,7 +122,7 @@ def _initialise(shape: Mesh, device: torch.device) -> None:
 
 
 def tied_group(ranks: Ranks, stages: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group of the given stages' ranks at this process's (dp, tp); every rank must call this.
+    """The group of the given stages' ranks at this process's (dp, cp, tp); every rank must call this.
 
     None where this process is on none of the stages.
     """
@@ -91,8 +130,9 @@ def tied_group(ranks: Ranks, stages: Sequence[int]) -> dist.ProcessGroup | None:
     if len(stages) == shape.pp:
         return ranks.group("pp")
     groups = [
-        [ranks.rank_at(pp=stage, dp=dp, tp=tp) for stage in stages]
+        [ranks.rank_at(pp=stage, dp=dp, cp=cp, tp=tp) for stage in stages]
         for dp in range(shape.dp)
+        for cp in range(shape.cp)
         for tp in range(shape.tp)
     ]
     own, _ = dist.new_subgroups_by_enumeration(groups)

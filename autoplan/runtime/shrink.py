@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from torch import nn
 
-from autoplan.plan import Mesh, Part, Plan, RegionPlan, Stage
+from autoplan.plan import Layout, Mesh, Part, Plan, RegionPlan, Stage
 from autoplan.runtime.prepare import single_part
 
 BLOCKS_PER_CLASS = 2
@@ -43,7 +43,7 @@ def shrink(plan: Plan) -> Shrunk:
     entries = [entry for stage in part.stages for entry in stage.regions]
     kept = _kept_blocks(entries)
     fewer = _renamed(entries, kept)
-    mesh = Mesh(*(min(size, 2) for size in (part.mesh.pp, part.mesh.dp, part.mesh.tp)))
+    mesh = Mesh(*(min(getattr(part.mesh, one.name), 2) for one in fields(Mesh)))
     cuts = [len(fewer) * stage // mesh.pp for stage in range(mesh.pp + 1)]
     small = replace(
         part,
@@ -52,9 +52,14 @@ def shrink(plan: Plan) -> Shrunk:
         microbatches=min(part.microbatches, MOST_MICRO_BATCHES),
         stages=tuple(Stage(tuple(fewer[a:b])) for a, b in pairwise(cuts)),
     )
-    layouts = {key: replace(layout, tp=mesh.tp) for key, layout in plan.layouts.items()}
+    layouts = {key: _at_most_two(layout) for key, layout in plan.layouts.items()}
     note = f"shrunk: {len(entries)} regions to {len(fewer)}, {_words(part)} to {_words(small)}"
     return Shrunk(replace(plan, parts=(small,), layouts=layouts), kept, note)
+
+
+def _at_most_two(layout: Layout) -> Layout:
+    axes = {axis: replace(placed, size=min(placed.size, 2)) for axis, placed in layout.axes.items()}
+    return replace(layout, axes=axes)
 
 
 def _kept_blocks(entries: list[RegionPlan]) -> dict[str, tuple[int, ...]]:
@@ -91,6 +96,5 @@ def _block(region: str) -> tuple[str, int] | None:
 
 
 def _words(part: Part) -> str:
-    mesh = part.mesh
     batches = f"{part.microbatches} micro-batches of {part.micro_batch}"
-    return f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp} with {batches}"
+    return f"{part.mesh} with {batches}"

@@ -81,8 +81,8 @@ class CostModel:
         """What ``measure_region`` must be told: whether the chip has a flash kernel."""
         return "flash_attention" in self.profile.kernels
 
-    def region_cost(self, work: RegionWork, micro_batch: int, tp_span: Span) -> RegionCost:
-        """Price ``work`` at ``micro_batch`` samples with its tp collectives on ``tp_span``.
+    def region_cost(self, work: RegionWork, micro_batch: int, spans: Mapping[str, Span]) -> RegionCost:
+        """Price ``work`` at ``micro_batch`` samples with its collectives on the ``spans`` of their axes.
 
         Raises BadInputError when the graph is known at another micro-batch only.
         """
@@ -90,7 +90,7 @@ class CostModel:
         steps = work.steps_to(micro_batch)
         seconds = self.speeds.seconds(table)
         backward = float(np.sum(seconds[table.is_backward]))
-        tp_forward, tp_backward, tp_again = self._tp_seconds(work, steps, tp_span)
+        tp_forward, tp_backward, tp_again = self._tp_seconds(work, steps, spans)
         again = {kind: float(np.sum(seconds[flags])) for kind, flags in work.run_again.items()}
         again["full"] += tp_again
         saved, transient = work.memory.saved_items(steps), work.memory.transient_items(steps)
@@ -109,7 +109,7 @@ class CostModel:
             buffer_bytes=work.buffer_bytes,
             output_bytes=work.memory.output_bytes.at(steps),
             model_flops=3.0 * work.whole_flops.at(steps),
-            estimated=self._estimated(work, tp_span),
+            estimated=self._estimated(work, spans),
         )
 
     def collective_s(self, kind: str, message_bytes: float, span: Span) -> float:
@@ -120,21 +120,23 @@ class CostModel:
         """Forward plus backward seconds of one operation when a rank does ``fraction`` of its work."""
         return self.speeds.operation_seconds(operation, fraction)
 
-    def layout_prices(self, tp_span: Span) -> NodePrices:
-        """Prices of nodes and collectives on one tp group, as the layout search asks for them."""
-        return NodePrices(self.speeds, self.links, tp_span)
+    def layout_prices(self, span: Span) -> NodePrices:
+        """Prices of nodes and collectives on one group, as the layout search asks for them."""
+        return NodePrices(self.speeds, self.links, span)
 
-    def _tp_seconds(self, work: RegionWork, steps: float, span: Span) -> tuple[float, float, float]:
+    def _tp_seconds(
+        self, work: RegionWork, steps: float, spans: Mapping[str, Span]
+    ) -> tuple[float, float, float]:
         forward = backward = again = 0.0
         for form in work.collectives:
-            one = self.links.seconds(form.kind, form.size.at(steps), span)
+            one = self.links.seconds(form.kind, form.size.at(steps), spans[form.axis])
             forward += form.forward * one
             backward += form.backward * one
             again += form.recomputed * one
         return forward, backward, again
 
-    def _estimated(self, work: RegionWork, span: Span) -> tuple[str, ...]:
+    def _estimated(self, work: RegionWork, spans: Mapping[str, Span]) -> tuple[str, ...]:
         names = set(self.speeds.estimated(work.table))
         for form in work.collectives:
-            names.update(self.links.estimated(form.kind, span))
+            names.update(self.links.estimated(form.kind, spans[form.axis]))
         return tuple(sorted(names))

@@ -39,6 +39,7 @@ class CollectiveForm:
     everything is recomputed."""
 
     kind: str
+    axis: str
     size: Form
     forward: int
     backward: int
@@ -133,25 +134,23 @@ def _contraction_flops(found: Sequence[Operation]) -> float:
 def _collective_forms(
     found: Sequence[Sequence[Operation]], samples: int, last_saver: int
 ) -> tuple[CollectiveForm, ...]:
-    """Group calls of equal kind and size; the calls of the two micro-batches correspond by position."""
-    counts: Counter[tuple[str, Form, str]] = Counter()
+    """Group calls of equal kind, axis and size; the calls of the two micro-batches correspond by position."""
+    counts: Counter[tuple[str, str, Form, str]] = Counter()
     for index, same in enumerate(zip(*found)):
         for call in zip(*(operation.forward_collectives for operation in same)):
             counts[(*_call_form(call, samples), "forward")] += 1
             counts[(*_call_form(call, samples), "recomputed")] += 1 if index < last_saver else 0
         for call in zip(*(operation.backward_collectives for operation in same)):
             counts[(*_call_form(call, samples), "backward")] += 1
-    shapes = dict.fromkeys((kind, size) for kind, size, _ in counts)
+    shapes = dict.fromkeys(key[:3] for key in counts)
     return tuple(
-        CollectiveForm(
-            kind, size, *(counts[kind, size, when] for when in ("forward", "backward", "recomputed"))
-        )
-        for kind, size in shapes
+        CollectiveForm(*shape, *(counts[(*shape, when)] for when in ("forward", "backward", "recomputed")))
+        for shape in shapes
     )
 
 
-def _call_form(call: Sequence[CollectiveCall], samples: int) -> tuple[str, Form]:
-    return call[0].kind, Form.through([one.bytes for one in call], samples)
+def _call_form(call: Sequence[CollectiveCall], samples: int) -> tuple[str, str, Form]:
+    return call[0].kind, call[0].axis, Form.through([one.bytes for one in call], samples)
 
 
 def _parameters(graph: fx.Graph) -> tuple[ParameterUse, ...]:

@@ -54,8 +54,8 @@ class StageSeconds:
 
 
 def dp_span(mesh: Mesh) -> Span:
-    """Data-parallel replicas are ``tp`` ranks apart."""
-    return Span(mesh.dp, mesh.tp)
+    """Replicas (data and context parallel) are ``tp`` ranks apart."""
+    return Span(mesh.replicas, mesh.tp)
 
 
 def zero_exposed_s(
@@ -112,7 +112,7 @@ def stage_seconds(
 def _gradient_sync_s(whole_bytes: float, cost_model: CostModel, mesh: Mesh, zero: int) -> float:
     """ZeRO 0: all-reduce; 1, 2: reduce-scatter, and all-gather of the new weights; 3: nothing left."""
     span = dp_span(mesh)
-    if zero == 3 or mesh.dp == 1:
+    if zero == 3 or mesh.replicas == 1:
         return 0.0
     if zero == 0:
         return GRADIENT_SYNC_EXPOSED * cost_model.collective_s("all_reduce", whole_bytes, span)

@@ -117,7 +117,7 @@ def _setting(part: Part, stage: int, workload: Workload) -> StageSetting:
         dtype=workload.dtype,
         optimizer=workload.optimizer,
         zero=part.zero,
-        dp=part.mesh.dp,
+        dp=part.mesh.replicas,
         stage=stage,
         stages=stages,
         microbatches=part.microbatches,
@@ -127,7 +127,7 @@ def _setting(part: Part, stage: int, workload: Workload) -> StageSetting:
 
 def _hop_seconds(part: Part, stages: Sequence[PricedStage], cost_model: CostModel) -> list[float]:
     """One hop's latency: every tp rank sends the whole boundary tensors to its peer on the next stage."""
-    span = Span(2, part.mesh.tp * part.mesh.dp)
+    span = Span(2, part.mesh.stage_devices)
     return [cost_model.collective_s("p2p", stage.sends_bytes, span) for stage in stages[:-1]]
 
 
@@ -176,7 +176,7 @@ def _tied_sync_s(
     for source, by_layout in homes.items():
         places = sorted(set(by_layout.values()))
         if len(by_layout) > 1 and len(places) > 1:
-            stride = part.mesh.tp * part.mesh.dp * (places[-1] - places[0])
+            stride = part.mesh.stage_devices * (places[-1] - places[0])
             moved = gradient_bytes(sizes[source], workload.dtype, part.zero)
             total += cost_model.collective_s("all_reduce", moved, Span(len(places), stride))
     return total
@@ -197,10 +197,10 @@ def _estimated(
     kinds = {0: ("all_reduce",), 3: ("all_gather", "reduce_scatter")}.get(part.zero, ("reduce_scatter",))
     for kind in kinds:
         names |= cost_model.links.estimated(kind, dp_span(mesh))
-    if part.zero == 3 and mesh.dp > 1:
+    if part.zero == 3 and mesh.replicas > 1:
         names.add("slowdown of overlapped communication")
     if mesh.pp > 1:
-        names |= cost_model.links.estimated("p2p", Span(2, mesh.tp * mesh.dp))
+        names |= cost_model.links.estimated("p2p", Span(2, mesh.stage_devices))
     quantities = {
         "memory reserved for the runtime": profile.reserve_bytes,
         "memory lost to fragmentation": profile.fragmentation,

@@ -7,7 +7,7 @@ implementation are replaced, and each conversion between placements is inserted 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoplan.errors import BadPlanError
-from autoplan.plan import Layout
+from autoplan.plan import NO_AXIS, AxisLayout, Layout
 from autoplan_passes import collectives
 from autoplan_passes.calls import Call, is_tensor, shape_of, tensor_inputs
 from autoplan_passes.candidates import find_differentiable
@@ -25,7 +25,8 @@ from autoplan_passes.local_ops import local_call, propagate
 from autoplan_passes.rules import Rule
 from autoplan_passes.states import REPLICATE, State, local_shape, parse_state
 
-AXIS = "tp"
+# The axes inside a region, in the order in which they are applied.
+REGION_AXES = ("cp", "ep", "tp")
 
 
 def parse_rule(text: str) -> Rule:
@@ -36,7 +37,7 @@ def parse_rule(text: str) -> Rule:
     return Rule(parsed, parse_state(output), implementation or "local")
 
 
-def layout_rules(graph: fx.GraphModule, layout: Layout) -> dict[fx.Node, Rule]:
+def layout_rules(graph: fx.GraphModule, layout: AxisLayout, region_class: str = "") -> dict[fx.Node, Rule]:
     """The rule of every call of the graph; a node that the layout does not name runs replicated.
 
     Raises BadPlanError where the layout names a node that the graph lacks, or gives it other inputs.
@@ -45,7 +46,7 @@ def layout_rules(graph: fx.GraphModule, layout: Layout) -> dict[fx.Node, Rule]:
     unknown = sorted(set(layout.rules) - set(nodes))
     if unknown:
         raise BadPlanError(
-            f"The layout of {layout.region_class!r} names {unknown[0]!r}, which is no op of this "
+            f"The layout of {region_class!r} names {unknown[0]!r}, which is no op of this "
             "region. The plan belongs to another model or version; search again: autoplan search MODEL.py"
         )
     rules: dict[fx.Node, Rule] = {}
@@ -63,7 +64,7 @@ def layout_rules(graph: fx.GraphModule, layout: Layout) -> dict[fx.Node, Rule]:
     return rules
 
 
-def parameter_states(graph: fx.GraphModule, layout: Layout) -> dict[fx.Node, State]:
+def parameter_states(graph: fx.GraphModule, layout: AxisLayout) -> dict[fx.Node, State]:
     """The stored state of every parameter placeholder (R where the layout does not say)."""
     return {
         node: parse_state(layout.parameters.get(node.name, "R"))
@@ -72,8 +73,36 @@ def parameter_states(graph: fx.GraphModule, layout: Layout) -> dict[fx.Node, Sta
     }
 
 
-def shard_region(graph: fx.GraphModule, layout: Layout, axis: str = AXIS) -> fx.GraphModule:
-    """The graph of one rank of ``layout.tp``, with local shapes in ``meta["val"]``.
+def boundary_states(graph: fx.GraphModule, layout: AxisLayout) -> dict[fx.Node, State]:
+    """The state in which each input of the region arrives."""
+    inputs = [node for node in graph.graph.nodes if node.meta.get("kind") == "input"]
+    return {node: parse_state(layout.inputs.get(node.name, "R")) for node in inputs}
+
+
+def output_states(graph: fx.GraphModule, layout: AxisLayout) -> list[tuple[fx.Node, State]]:
+    """Every output of the region, in order, with the state in which it leaves."""
+    output = graph.graph.output_node().args[0]
+    values = output if isinstance(output, (tuple, list)) else (output,)
+    return [
+        (node, parse_state(layout.outputs.get(str(position), "R")))
+        for position, node in enumerate(values)
+        if isinstance(node, fx.Node)
+    ]
+
+
+def shard_region(graph: fx.GraphModule, layout: Layout) -> fx.GraphModule:
+    """The graph of one rank under every axis of the layout, in the order of ``REGION_AXES``."""
+    local = graph
+    for axis in REGION_AXES:
+        if layout.on(axis).size > 1:
+            local = shard_axis(local, layout.on(axis), axis, layout.region_class)
+    return local if local is not graph else shard_axis(graph, NO_AXIS, "tp", layout.region_class)
+
+
+def shard_axis(
+    graph: fx.GraphModule, layout: AxisLayout, axis: str, region_class: str = ""
+) -> fx.GraphModule:
+    """The graph of one of ``layout.size`` ranks of one axis, with local shapes in ``meta["val"]``.
 
     ::
 
@@ -83,8 +112,8 @@ def shard_region(graph: fx.GraphModule, layout: Layout, axis: str = AXIS) -> fx.
     Placeholders keep their order; parameters get ``meta["state"]`` and ``meta["global_shape"]``. Every node
     that sends has ``meta["collective"]``: tuples (sent forward, sent backward, bytes, bytes, axis).
     """
-    shards = _Sharder(graph, layout, axis)
-    with dry_group(axis, layout.tp), shards.mode:
+    shards = _Sharder(graph, layout, axis, region_class)
+    with dry_group(axis, layout.size), shards.mode:
         for node in graph.graph.nodes:
             shards.copy(node)
     result = fx.GraphModule(graph, shards.graph)
@@ -103,52 +132,65 @@ def dry_group(axis: str, size: int) -> Generator[None]:
         collectives.bind(before)
 
 
+@contextmanager
+def dry_groups(layout: Layout) -> Generator[None]:
+    """:func:`dry_group` for every axis of a layout."""
+    with ExitStack() as stack:
+        for axis in REGION_AXES:
+            stack.enter_context(dry_group(axis, layout.on(axis).size))
+        yield
+
+
 @dataclass
 class _Sharder:
-    """Builds the local graph node by node, keeping each global tensor's local nodes by state."""
+    """Builds the local graph of one axis node by node, keeping each tensor's local nodes by state."""
 
     source: fx.GraphModule
-    layout: Layout
+    layout: AxisLayout
     axis: str
+    region_class: str
     graph: fx.Graph = field(default_factory=fx.Graph)
     made: dict[tuple[fx.Node, State], fx.Node] = field(default_factory=dict[tuple[fx.Node, State], fx.Node])
 
     def __post_init__(self) -> None:
-        self.rules = layout_rules(self.source, self.layout)
+        self.rules = layout_rules(self.source, self.layout, self.region_class)
         self.parameters = parameter_states(self.source, self.layout)
+        self.inputs = boundary_states(self.source, self.layout)
+        self.outputs = output_states(self.source, self.layout)
         self.differentiable = find_differentiable(self.source.graph)
         self.mode = find_fake_mode(self.source.graph)
         self.wanted = self._wanted_states()
         self.own: dict[fx.Node, State] = {}
 
     def _wanted_states(self) -> dict[fx.Node, frozenset[State]]:
-        """The states that the users of each tensor ask for; a region's outputs are asked for in R."""
+        """The states that the users of each tensor ask for, the region's boundary among them."""
         wanted: dict[fx.Node, set[State]] = {}
         for node, rule in self.rules.items():
             for tensor, state in zip(tensor_inputs(node), rule.inputs):
                 wanted.setdefault(tensor, set()).add(state)
-        for node in self.source.graph.nodes:
-            if node.op == "output":
-                for tensor in node.all_input_nodes:
-                    wanted.setdefault(tensor, set()).add(REPLICATE)
+        for tensor, state in self.outputs:
+            wanted.setdefault(tensor, set()).add(state)
         return {node: frozenset(states) for node, states in wanted.items()}
 
     def copy(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self._copy_placeholder(node)
         elif node.op == "output":
-            self.graph.node_copy(node, lambda n: self.fetch(n, REPLICATE))
+            states = iter(self.outputs)
+            self.graph.node_copy(node, lambda n: self.fetch(n, next(states)[1]))
         else:
             self._copy_call(node)
 
     def _copy_placeholder(self, node: fx.Node) -> None:
         copied = self.graph.node_copy(node)
-        state = self.parameters.get(node, REPLICATE)
+        state = self.parameters.get(node) or self.inputs.get(node, REPLICATE)
         if node in self.parameters:
-            shape = shape_of(node)
-            copied.meta |= {"state": str(state), "global_shape": shape}
+            states = {**node.meta.get("states", {}), self.axis: str(state)}
+            copied.meta |= {"states": states, "state": states.get("tp", "R")}
+            copied.meta.setdefault("global_shape", shape_of(node))
+        if is_tensor(node) and (node in self.parameters or state.is_shard):
             value = node.meta["val"]
-            local = local_shape(shape, state, self.layout.tp)
+            local = local_shape(shape_of(node), state, self.layout.size)
             copied.meta["val"] = value.new_empty(local).requires_grad_(value.requires_grad)
         self._keep(node, state, copied)
 
@@ -172,7 +214,7 @@ class _Sharder:
         local = self.graph.call_function(step.function, (value, *step.arguments, self.axis, *sections))
         local.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         propagate(local)
-        size = float(tensor_bytes(node)) / (self.layout.tp if step.forward == "all_to_all" else 1)
+        size = float(tensor_bytes(node)) / (self.layout.size if step.forward == "all_to_all" else 1)
         sent = (
             step.forward,
             step.backward,
@@ -187,7 +229,7 @@ class _Sharder:
         rule = self.rules[node]
         states = dict(zip(tensor_inputs(node), rule.inputs))
         inputs = {n: self.fetch(n, states.get(n, REPLICATE)) for n in node.all_input_nodes}
-        local = local_call(self.graph, node, rule, inputs, self.axis, self.layout.tp)
+        local = local_call(self.graph, node, rule, inputs, self.axis, self.layout.size)
         sent = implementation_sends(rule.implementation, Call(node))
         if sent:
             local.meta["collective"] = tuple((*one, self.axis) for one in sent)
