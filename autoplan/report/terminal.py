@@ -33,12 +33,17 @@ _BAR = 12
 
 def print_plan(plan: Plan, file: IO[str] | None = None, width: int | None = None) -> None:
     """Print the whole report to ``file`` (default: standard output)."""
-    out = sys.stdout if file is None else file
+    console = console_for(sys.stdout if file is None else file, width)
+    console.print(report(plan, console.width, unicode="utf" in (console.encoding or "").lower()))
+
+
+def console_for(out: IO[str], width: int | None = None) -> Console:
+    """A console of the terminal's width, or of 110 columns where there is no terminal."""
     if width is None and not out.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         width = _FILE_WIDTH
     console = Console(file=out, width=width, highlight=False, soft_wrap=False)
     console.width = max(console.width, _LEAST_WIDTH)
-    console.print(report(plan, console.width, unicode="utf" in (console.encoding or "").lower()))
+    return console
 
 
 def report(plan: Plan, width: int, *, unicode: bool = True) -> RenderableType:

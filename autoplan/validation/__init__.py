@@ -1,0 +1,1 @@
+"""Published training runs in, how far the predictions are from them out."""
