@@ -154,7 +154,13 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """What one stage is predicted to take on one of its devices, per micro-batch and per step."""
+    """What one stage is predicted to take on one of its devices, per micro-batch and per step.
+
+    ``forward_parts_s`` and ``backward_parts_s`` are the same seconds by cause (compute, recompute, the axes
+    whose collectives show, zero) and sum to them; ``hop_s`` is the latency to the next stage. A micro-batch
+    in flight keeps ``saved_bytes``; the one that runs backward takes ``backward_bytes`` at the peak.
+    ``link_bytes`` is what the device sends in a step, by mesh axis.
+    """
 
     forward_s: float
     backward_s: float
@@ -167,6 +173,12 @@ class StagePrediction:
     memory_limit_bytes: float
     memory_peak_bytes: float
     memory_items: tuple[MemoryItem, ...]
+    forward_parts_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    backward_parts_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    hop_s: float = 0.0
+    saved_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    link_bytes: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -222,6 +234,27 @@ class Certificate:
 
 
 @dataclass(frozen=True)
+class RunnerUp:
+    """Another plan that the search priced and that fits, the best it found on its mesh.
+
+    ``recompute`` counts regions by kind; ``memory_peak_bytes`` is the fullest stage's.
+    """
+
+    mesh: Mesh
+    micro_batch: int
+    microbatches: int
+    schedule: str
+    zero: int
+    vpp: int
+    zero_shard: int
+    recompute: Mapping[str, int]
+    step_time_s: float
+    mfu: float
+    memory_peak_bytes: float
+    breakdown_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything decided about one training run. Build with ``autoplan.search``; never edit in place."""
 
@@ -235,6 +268,7 @@ class Plan:
     certificate: Certificate | None = None
     assumptions: tuple[str, ...] = ()
     wall_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    runners_up: tuple[RunnerUp, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML that a person can read and that refuses to be edited."""

@@ -74,6 +74,38 @@ PARTS = [
 
 
 @pytest.mark.parametrize("index", range(len(PARTS)))
+def test_seconds_by_cause_and_bytes_held_add_up(llama_70b: Mapping[str, RegionWork], index: int) -> None:
+    """A drawing made from the parts once ended before the step did."""
+    plan, model = PARTS[index], cost_model()
+    workload = Workload(plan.mesh.devices, plan.micro_batch * plan.microbatches * plan.mesh.dp)
+    _, stages = price_plan(plan, costs(llama_70b, model, plan.micro_batch), model, workload)
+    for s, stage in enumerate(stages):
+        assert sum(stage.forward_parts_s.values()) == pytest.approx(stage.forward_s)
+        assert sum(stage.backward_parts_s.values()) == pytest.approx(stage.backward_s)
+        assert stage.backward_parts_s.get("recompute", 0.0) == stage.recompute_s
+        assert (stage.hop_s > 0) == (s < len(stages) - 1)
+        moving = (stage.in_flight - 1) * stage.saved_bytes + stage.backward_bytes
+        assert 0 < moving < stage.memory_peak_bytes
+        assert ("dp" in stage.link_bytes) == (plan.mesh.dp > 1)
+        assert ("pp" in stage.link_bytes) == (plan.mesh.pp > 1)
+
+
+def test_bytes_on_links_follow_from_the_shapes(llama_70b: Mapping[str, RegionWork]) -> None:
+    """By hand: gradients twice round a ring, hidden states on and their gradients back."""
+    model, m, dp = cost_model(), 8, 4
+    plan = part(8, Mesh(pp=4, dp=dp), 1, m)
+    by_layout = costs(llama_70b, model, 1)
+    _, stages = price_plan(plan, by_layout, model, Workload(16, m * dp))
+    hidden = SEQUENCE * WIDTH * 2.0
+    gradients = 4.0 * 2 * by_layout["block"].trainable_numel
+    assert stages[1].link_bytes == pytest.approx({"pp": m * 2 * hidden, "dp": 2 * 3 / 4 * gradients})
+    sharded = part(8, Mesh(pp=4, dp=dp), 1, m, zero=3)
+    _, stages = price_plan(sharded, by_layout, model, Workload(16, m * dp))
+    whole = 2 * by_layout["block"].parameter_bytes
+    assert stages[1].link_bytes["dp"] == pytest.approx(m * 3 / 4 * 3 * whole)
+
+
+@pytest.mark.parametrize("index", range(len(PARTS)))
 def test_breakdown_sums_to_the_step(llama_70b: Mapping[str, RegionWork], index: int) -> None:
     """Every second has one cause; tokens/s and MFU follow from the step."""
     plan, model = PARTS[index], cost_model()

@@ -49,6 +49,19 @@ def test_certificate_bounds_the_plan(gpt_plan: Plan) -> None:
     assert sum(prediction.breakdown_s.values()) == pytest.approx(prediction.step_time_s)
 
 
+def test_runners_up_lose_and_fit(gpt_plan: Plan) -> None:
+    """What a plan is compared with must be legal, another mesh or schedule, and no faster."""
+    (part,), told = gpt_plan.parts, gpt_plan.prediction
+    assert told is not None and len(gpt_plan.runners_up) >= 2
+    times = [other.step_time_s for other in gpt_plan.runners_up]
+    assert times == sorted(times) and times[0] >= told.step_time_s * (1 - 1e-9)
+    limit = min(s.prediction.memory_limit_bytes for s in part.stages if s.prediction)
+    for other in gpt_plan.runners_up:
+        assert (other.mesh, other.zero) != (part.mesh, part.zero) and other.memory_peak_bytes <= limit
+        assert other.mesh.devices == 4 and sum(other.recompute.values()) == 6
+        assert sum(other.breakdown_s.values()) == pytest.approx(other.step_time_s)
+
+
 @pytest.mark.parametrize(
     ("pins", "mesh"),
     [

@@ -26,6 +26,7 @@ from autoplan.plan import Certificate, ModelIdentity, Plan, Workload
 from autoplan.planner.infeasible import infeasible_message
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Pricing
+from autoplan.planner.runners_up import runners_up
 from autoplan.planner.solve import Outcome, fits_anywhere, solve
 from autoplan.planner.space import (
     MICRO_BATCHES,
@@ -155,6 +156,7 @@ def search_capture(
         certificate=certificate,
         assumptions=(*assumptions, *_batch_statistics(capture), *capture.warnings),
         wall_s={**walls, "total": ended - start},
+        runners_up=runners_up(outcome.tried, best),
     )
 
 

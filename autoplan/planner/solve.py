@@ -6,7 +6,8 @@ over every candidate of the space.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,16 +22,21 @@ from autoplan.planner.space import Candidate
 # A candidate whose lower bound is within this share of the best plan is not worth a solver's time; the
 # certificate's bound accounts for it.
 TOLERANCE = 0.002
+MORE_TO_SHOW = 8  # candidates looked at beyond the proof, to name runners-up
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``best`` is None when nothing fits; ``bound_s`` holds for every candidate considered."""
+    """``best`` is None when nothing fits; ``bound_s`` holds for every candidate considered.
+
+    ``tried`` are the plans that were priced on the way, those that do not fit too.
+    """
 
     best: Priced | None
     bound_s: float
     considered: int
     solved: int
+    tried: tuple[Priced, ...] = ()
 
 
 def fits_anywhere(pricing: Pricing) -> bool:
@@ -41,7 +47,7 @@ def fits_anywhere(pricing: Pricing) -> bool:
 def solve(pricing: Pricing, say: Callable[[str], None]) -> Outcome:
     """The best plan over all candidates, by simulated step time, with a proved bound."""
     ranked = _ranked(pricing)
-    best, rest = _balanced_plans(pricing, ranked, say)
+    best, rest, tried = _balanced_plans(pricing, ranked, say)
     if best is None:
         return Outcome(None, NEVER, len(ranked), 0)
     bounds: list[float] = []
@@ -53,10 +59,26 @@ def solve(pricing: Pricing, say: Callable[[str], None]) -> Outcome:
         say(f"solving {describe(candidate)}; best so far {best.prediction.step_time_s:.3g} s a step")
         solution = solve_chain(chain, incumbent_s=best.prediction.step_time_s)
         solved += 1
-        for cut in solution.cuts:
-            best = _better(best, pricing.priced(candidate, cut))
+        found = [pricing.priced(candidate, cut) for cut in solution.cuts]
+        tried += found
+        for priced in found:
+            best = _better(best, priced)
         bounds.append(max(quick_s, solution.bound_s))
-    return Outcome(best, min([*bounds, best.prediction.step_time_s]), len(ranked), solved)
+    bound_s = min([*bounds, best.prediction.step_time_s])
+    return Outcome(best, bound_s, len(ranked), solved, (*tried, *_next_best(pricing, ranked, tried)))
+
+
+def _next_best(pricing: Pricing, ranked: Ranked, tried: Sequence[Priced]) -> Iterator[Priced]:
+    """Plans on meshes that the bound ruled out unseen, the most promising first: they tell a person what the
+    chosen plan is better than."""
+    seen = {priced.candidate for priced in tried}
+    meshes = {priced.candidate.mesh for priced in tried if priced.fits}
+    unseen = (entry for entry in ranked if entry[1] not in seen and entry[1].mesh not in meshes)
+    for _, candidate, chain in itertools.islice(unseen, MORE_TO_SHOW):
+        cut = balanced_cut(ColumnPricer(chain)) if candidate.mesh not in meshes else None
+        if cut is not None:
+            meshes.add(candidate.mesh)
+            yield pricing.priced(candidate, cut)
 
 
 def describe(candidate: Candidate) -> str:
@@ -80,10 +102,11 @@ def _ranked(pricing: Pricing) -> Ranked:
 
 def _balanced_plans(
     pricing: Pricing, ranked: Ranked, say: Callable[[str], None]
-) -> tuple[Priced | None, Ranked]:
-    """A good plan to start from, and the candidates in which something fits that could beat it."""
+) -> tuple[Priced | None, Ranked, list[Priced]]:
+    """A good plan to start from, the candidates that could beat it, and every plan priced."""
     best: Priced | None = None
     alive: Ranked = []
+    tried: list[Priced] = []
     for quick_s, candidate, chain in ranked:
         if best is not None and quick_s >= best.prediction.step_time_s:
             alive.append((quick_s, candidate, chain))  # only its bound still counts
@@ -94,9 +117,10 @@ def _balanced_plans(
             if fits(RelaxedPricer(chain)):
                 alive.append((quick_s, candidate, chain))
             continue
-        best = _better(best, pricing.priced(candidate, cut))
+        tried.append(pricing.priced(candidate, cut))
+        best = _better(best, tried[-1])
         alive.append((quick_s, candidate, chain))
-    return best, alive
+    return best, alive, tried
 
 
 def _better(best: BestT, other: Priced) -> BestT | Priced:

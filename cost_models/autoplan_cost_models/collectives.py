@@ -45,6 +45,14 @@ def traffic_factor(kind: str, ranks: int) -> float:
     return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
+def sent_bytes(kind: str, message_bytes: float, ranks: int) -> float:
+    """What one rank of ``ranks`` puts on its link in one collective on the whole ``message_bytes``."""
+    if ranks <= 1 or kind == "none":
+        return 0.0
+    own = message_bytes / ranks if kind == "all_to_all" else message_bytes
+    return own * traffic_factor(kind, ranks)
+
+
 @dataclass(frozen=True)
 class Links:
     """Collective times on one cluster; ``fits[tier][kind]`` come from the profile."""

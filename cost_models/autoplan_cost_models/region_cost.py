@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoplan.hardware import HardwareProfile
-from autoplan_cost_models.collectives import Links, Span
+from autoplan_cost_models.collectives import Links, Span, sent_bytes
 from autoplan_cost_models.compute import Speeds
 from autoplan_cost_models.kernels import Operation
 from autoplan_cost_models.layout_prices import NodePrices
@@ -20,6 +20,21 @@ from autoplan_cost_models.memory import NamedBytes
 from autoplan_cost_models.region_work import ParameterUse, RegionWork, measure_region
 
 __all__ = ["CostModel", "RegionCost", "RegionWork", "measure_region"]
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """All collectives of one kind and size in a region, for one micro-batch: seconds, and bytes that one
+    device sends. ``again_bytes`` are sent once more where everything is recomputed."""
+
+    kind: str
+    axis: str
+    forward_s: float
+    backward_s: float
+    again_s: float
+    forward_bytes: float
+    backward_bytes: float
+    again_bytes: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,7 @@ class RegionCost:
     output_bytes: float
     model_flops: float
     estimated: tuple[str, ...] = ()
+    collectives: tuple[CollectiveCost, ...] = ()
 
     @property
     def trainable_numel(self) -> int:
@@ -90,15 +106,15 @@ class CostModel:
         steps = work.steps_to(micro_batch)
         seconds = self.speeds.seconds(table)
         backward = float(np.sum(seconds[table.is_backward]))
-        tp_forward, tp_backward, tp_again = self._tp_seconds(work, steps, spans)
+        collectives = self._collectives(work, steps, spans)
         again = {kind: float(np.sum(seconds[flags])) for kind, flags in work.run_again.items()}
-        again["full"] += tp_again
+        again["full"] += sum(one.again_s for one in collectives)
         saved, transient = work.memory.saved_items(steps), work.memory.transient_items(steps)
         return RegionCost(
             forward_s=float(np.sum(seconds)) - backward,
             backward_s=backward,
-            tp_forward_s=tp_forward,
-            tp_backward_s=tp_backward,
+            tp_forward_s=sum(one.forward_s for one in collectives),
+            tp_backward_s=sum(one.backward_s for one in collectives),
             recompute_s=again,
             saved_bytes={kind: sum(item.bytes for item in items) for kind, items in saved.items()},
             transient_bytes={kind: sum(item.bytes for item in items) for kind, items in transient.items()},
@@ -110,6 +126,7 @@ class CostModel:
             output_bytes=work.memory.output_bytes.at(steps),
             model_flops=3.0 * work.whole_flops.at(steps),
             estimated=self._estimated(work, spans),
+            collectives=collectives,
         )
 
     def collective_s(self, kind: str, message_bytes: float, span: Span) -> float:
@@ -124,16 +141,17 @@ class CostModel:
         """Prices of nodes and collectives on one group, as the layout search asks for them."""
         return NodePrices(self.speeds, self.links, span)
 
-    def _tp_seconds(
+    def _collectives(
         self, work: RegionWork, steps: float, spans: Mapping[str, Span]
-    ) -> tuple[float, float, float]:
-        forward = backward = again = 0.0
+    ) -> tuple[CollectiveCost, ...]:
+        found: list[CollectiveCost] = []
         for form in work.collectives:
-            one = self.links.seconds(form.kind, form.size.at(steps), spans[form.axis])
-            forward += form.forward * one
-            backward += form.backward * one
-            again += form.recomputed * one
-        return forward, backward, again
+            size, span = form.size.at(steps), spans[form.axis]
+            counts = (form.forward, form.backward, form.recomputed)
+            one_s, sent = self.links.seconds(form.kind, size, span), sent_bytes(form.kind, size, span.size)
+            seconds, amounts = (one_s * n for n in counts), (sent * n for n in counts)
+            found.append(CollectiveCost(form.kind, form.axis, *seconds, *amounts))
+        return tuple(found)
 
     def _estimated(self, work: RegionWork, spans: Mapping[str, Span]) -> tuple[str, ...]:
         names = set(self.speeds.estimated(work.table))

@@ -118,6 +118,16 @@ def stage_memory(
     return sum(item.bytes for item in named), named
 
 
+def micro_batch_bytes(regions: Sequence[PlacedRegion]) -> tuple[float, float]:
+    """(kept by a micro-batch in flight, taken at the peak by the one that runs backward), of the
+    :func:`stage_memory` peak."""
+    worst = _worst_region(regions)
+    side = sum({item.name: item.bytes for r in regions for item in r.cost.side_items}.values())
+    kept = [_saved(region) for region in regions]
+    running = sum(kept[: worst + 1]) + sum(item.bytes for item in _transient_items(regions[worst]))
+    return sum(kept) + side, running + side
+
+
 def _worst_region(regions: Sequence[PlacedRegion]) -> int:
     """The region in whose backward most is alive (the other micro-batches add the same to every region)."""
     alive = 0.0

@@ -8,7 +8,7 @@ checker can price any plan here without the search.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import MemoryItem, Part, Prediction, RegionPlan, StagePrediction, Workload
@@ -16,10 +16,12 @@ from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.compute import DTYPE_FALLBACKS
 from autoplan_cost_models.region_cost import CostModel, RegionCost
 from autoplan_cost_models.schedule import finish_times, in_flight
+from autoplan_cost_models.stage_detail import backward_parts_s, forward_parts_s, link_bytes
 from autoplan_cost_models.stage_memory import (
     PlacedRegion,
     StageSetting,
     memory_limit_bytes,
+    micro_batch_bytes,
     stage_memory,
     stage_parameters,
     stage_states,
@@ -49,6 +51,7 @@ class PricedStage:
     in_flight: int
     peak_bytes: float
     items: tuple[MemoryItem, ...]
+    receives_bytes: float
     sends_bytes: float
 
 
@@ -76,7 +79,8 @@ def price_plan(
         estimated_inputs=_estimated(part, stages, cost_model, workload),
     )
     limit = memory_limit_bytes(cost_model.profile)
-    return prediction, tuple(_stage_prediction(stage, limit) for stage in stages)
+    told = (_stage_prediction(stage, limit, part, workload.dtype) for stage in stages)
+    return prediction, tuple(replace(one, hop_s=hop_s) for one, hop_s in zip(told, [*hops, 0.0]))
 
 
 def peak_flops_per_s(profile: HardwareProfile, dtype: str) -> float:
@@ -102,7 +106,7 @@ def _price_stages(
         trainable = sum(use.numel for use in stage_parameters(regions) if use.trainable)
         seconds = stage_seconds(regions, states, trainable, cost_model, part.mesh, part.zero, workload.dtype)
         peak, items = stage_memory(regions, setting, received, sent)
-        priced.append(PricedStage(regions, seconds, setting.in_flight, peak, items, sent))
+        priced.append(PricedStage(regions, seconds, setting.in_flight, peak, items, received, sent))
     return tuple(priced)
 
 
@@ -213,8 +217,9 @@ def _estimated(
     return tuple(sorted(names))
 
 
-def _stage_prediction(stage: PricedStage, limit_bytes: float) -> StagePrediction:
+def _stage_prediction(stage: PricedStage, limit_bytes: float, part: Part, dtype: str) -> StagePrediction:
     seconds = stage.seconds
+    saved_bytes, backward_bytes = micro_batch_bytes(stage.regions)
     return StagePrediction(
         forward_s=seconds.forward,
         backward_s=seconds.backward,
@@ -227,4 +232,9 @@ def _stage_prediction(stage: PricedStage, limit_bytes: float) -> StagePrediction
         memory_limit_bytes=limit_bytes,
         memory_peak_bytes=stage.peak_bytes,
         memory_items=stage.items,
+        forward_parts_s=forward_parts_s(stage.regions, seconds),
+        backward_parts_s=backward_parts_s(stage.regions, seconds),
+        saved_bytes=saved_bytes,
+        backward_bytes=backward_bytes,
+        link_bytes=link_bytes(stage.regions, part, dtype, stage.receives_bytes, stage.sends_bytes),
     )
