@@ -210,7 +210,7 @@ def run_ranks(
         GROUP.own.rank = rank
         return run_rank(nodes, rules, {n: pieces[rank] for n, pieces in held.items()})
 
-    if rules[0].implementation == "vocab_cross_entropy":
+    if rules[0].implementation.endswith("_cross_entropy"):
         with ThreadPoolExecutor(WAYS) as pool:
             return list(pool.map(run, range(WAYS)))
     return [run(rank) for rank in range(WAYS)]

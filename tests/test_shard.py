@@ -14,15 +14,16 @@ from shard_models import Adapter, Diffusion, Embed, Experts, FusedBlock, Grouped
 from torch import Tensor, fx, nn
 
 from autoplan.errors import BadPlanError
-from autoplan.plan import AxisLayout, Layout
-from autoplan.planner.layout import LayoutSettings, choose_layout
+from autoplan.plan import NO_AXIS, AxisLayout, Layout
+from autoplan.planner.layout import Boundary, LayoutSettings, choose_layout
 from autoplan.runtime.forked import run_ranks
 from autoplan_passes import collectives
-from autoplan_passes.candidates import find_differentiable
+from autoplan_passes.candidates import FEATURES_AND_TOKENS, TOKENS_ALONE, find_differentiable
 from autoplan_passes.conversions import TABLE, chains
+from autoplan_passes.dim_kinds import batch_size, find_dim_kinds, token_state
 from autoplan_passes.rules import ROWS
 from autoplan_passes.shard import parse_rule, shard_region
-from autoplan_passes.states import State, cut_tensor, parse_state
+from autoplan_passes.states import REPLICATE, State, cut_tensor, parse_state
 
 WAYS = 2
 SEEDS = range(3)
@@ -134,35 +135,47 @@ class Run:
     gradients: dict[str, Tensor | None]
 
 
-def run(graph: fx.GraphModule, whole: fx.GraphModule, rank: int, ways: int) -> Run:
+def run(
+    graph: fx.GraphModule, whole: fx.GraphModule, layout: AxisLayout = NO_AXIS, rank: int = 0, ways: int = 1
+) -> Run:
     real = {n.name: n.meta["real"] for n in whole.graph.nodes if n.op == "placeholder"}
     differentiable = {n.name for n in find_differentiable(whole.graph)}
     leaves: dict[str, Tensor] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            state = parse_state(node.meta.get("state", "R"))
+            state = placed(layout, node.name)
             leaves[node.name] = cut_tensor(real[node.name], state, rank, ways).clone()
             leaves[node.name].requires_grad_(node.name in differentiable)
     outputs = list(graph(*leaves.values()))
     generator = torch.Generator().manual_seed(5)
-    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
+    shapes = [n.meta["val"].shape for n in whole.graph.output_node().all_input_nodes]
+    noise = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    own = [cut_tensor(x, output_state(layout, i), rank, ways) for i, x in enumerate(noise)]
+    loss = sum((x * y).sum() for x, y in zip(outputs, own))
     assert isinstance(loss, Tensor)
     loss.backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items() if name in differentiable}
     return Run([x.detach() for x in outputs], gradients)
 
 
+def placed(layout: AxisLayout, name: str) -> State:
+    return parse_state({**layout.inputs, **layout.parameters}.get(name, "R"))
+
+
+def output_state(layout: AxisLayout, position: int) -> State:
+    return parse_state(layout.outputs.get(str(position), "R"))
+
+
 def differences(
-    sharded: fx.GraphModule, whole: fx.GraphModule, reference: Run, rank: int
+    sharded: fx.GraphModule, whole: fx.GraphModule, layout: AxisLayout, reference: Run, rank: int
 ) -> dict[str, float]:
     """max|d| / max(max|g|, 1e-2 G) of every output and gradient; G the model's largest gradient entry."""
-    found = run(sharded, whole, rank, WAYS)
+    found = run(sharded, whole, layout, rank, WAYS)
     largest = max(float(g.abs().max()) for g in reference.gradients.values() if g is not None)
-    held = [n for n in sharded.graph.nodes if n.op == "placeholder"]
-    states = {n.name: parse_state(n.meta.get("state", "R")) for n in held}
+    expected = [cut_tensor(y, output_state(layout, i), rank, WAYS) for i, y in enumerate(reference.outputs)]
     result = {
         f"output {i}": float((x - y).abs().max() / y.abs().max())
-        for i, (x, y) in enumerate(zip(found.outputs, reference.outputs))
+        for i, (x, y) in enumerate(zip(found.outputs, expected))
     }
     for name, gradient in reference.gradients.items():
         assert gradient is not None, name
@@ -170,7 +183,7 @@ def differences(
         if own is None:
             result[f"no gradient of {name}"] = 1.0
             continue
-        wanted = cut_tensor(gradient, states[name], rank, WAYS)
+        wanted = cut_tensor(gradient, placed(layout, name), rank, WAYS)
         result[name] = float((own - wanted).abs().max()) / max(float(gradient.abs().max()), 1e-2 * largest)
     return result
 
@@ -186,7 +199,29 @@ def layouts() -> dict[str, Layout]:
         odd = LayoutSettings(elementwise=1.0, memory_s_per_byte=(0.0,))
         for seed in SEEDS:
             made[f"{name}/{seed}"] = choose_layout(graph, WAYS, RandomPrices(seed), settings=odd)
+        for kind, cutting in CUTTINGS.items():
+            odd, border = LayoutSettings(1.0, (0.0,), cutting=cutting), token_boundary(graph)
+            for prices, how in ((FlatPrices(), "chosen"), (RandomPrices(0), "0")):
+                cut = choose_layout(graph, WAYS, prices, settings=odd, boundary=border)
+                made[f"{name}/{kind} {how}"] = cut
     return made
+
+
+CUTTINGS = {"tokens and features": FEATURES_AND_TOKENS, "tokens alone": TOKENS_ALONE}
+
+
+def token_boundary(graph: fx.GraphModule) -> Boundary:
+    """What flows in and out is cut along its tokens where it has any."""
+    kinds, batch = find_dim_kinds(graph.graph), batch_size(graph.graph)
+    differentiable = find_differentiable(graph.graph)
+
+    def state(node: fx.Node) -> State:
+        cut = token_state(kinds[node], node.meta["val"].shape, batch, WAYS)
+        return cut if cut and node in differentiable else REPLICATE
+
+    inputs = [n for n in graph.graph.nodes if n.meta.get("kind") == "input"]
+    outputs = graph.graph.output_node().all_input_nodes
+    return Boundary({n.name: state(n) for n in inputs}, {i: state(n) for i, n in enumerate(outputs)})
 
 
 STATES = [parse_state(text) for text in ("R", "R*", "P", "S(0)", "S(1)", "S(1:4+8)")]
@@ -214,7 +249,7 @@ def convert(source: State, target: State, rank: int) -> tuple[Tensor, Tensor]:
     leaf = parts_of(sample(0), source)[rank].requires_grad_()
     values = {source: leaf}
     for step in chains(source, frozenset({target})):
-        sections = (step.sections,) if step.sections else ()
+        sections = step.sections(sample(0).shape)
         values[step.target] = step.function(values[step.source], *step.arguments, "tp", *sections)
     values[target].backward(parts_of(sample(1), gradient_state(target))[rank])
     assert leaf.grad is not None
@@ -250,7 +285,7 @@ def ranks() -> Ranks:
     """The processes are started once, for every layout and every conversion."""
     torch.set_num_threads(1)
     sharded = {key: shard_region(graph_of(key.split("/")[0]), layout) for key, layout in layouts().items()}
-    references = {name: run(graph_of(name), graph_of(name), 0, 1) for name in MODELS}
+    references = {name: run(graph_of(name), graph_of(name)) for name in MODELS}
 
     def body(rank: int) -> tuple[Differences, Converted]:
         torch.set_num_threads(1)
@@ -258,7 +293,7 @@ def ranks() -> Ranks:
         found: Differences = {}
         for key, graph in sharded.items():
             name = key.split("/")[0]
-            found[key] = differences(graph, graph_of(name), references[name], rank)
+            found[key] = differences(graph, graph_of(name), layouts()[key].tp, references[name], rank)
         return found, {pair: convert(*pair, rank) for pair in PAIRS}
 
     answers = run_ranks(WAYS, body)
@@ -287,6 +322,21 @@ def test_random_layouts_equal_one_process(name: str, ranks: Ranks) -> None:
     for seed in SEEDS:
         tensor, difference = ranks.worst(f"{name}/{seed}")
         assert difference <= LIMIT, (seed, tensor, difference)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", CUTTINGS)
+def test_cut_tokens_equal_one_process(name: str, kind: str, ranks: Ranks) -> None:
+    """Activations cut along their tokens at the region's boundary, and inside as the prices have it; tokens
+    merged with samples were cut between samples."""
+    for how in ("chosen", "0"):
+        layout = layouts()[f"{name}/{kind} {how}"]
+        tensor, difference = ranks.worst(f"{name}/{kind} {how}")
+        assert difference <= LIMIT, (how, tensor, difference)
+        if kind == "tokens alone":
+            assert set(layout.tp.parameters.values()) <= {"R"}
+    cut = {name: layouts()[f"{name}/tokens alone chosen"].tp for name in MODELS}
+    assert sum("S(" in text for layout in cut.values() for text in layout.rules.values()) > 200
 
 
 def test_random_layouts_use_most_conversions(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""The layout of one region class on the tp axis: a region graph and prices come in, a Layout goes out.
+"""The layout of one region class on one mesh axis: a region graph and prices come in, a Layout goes out.
 
 A linear program chooses one rule for every op and the conversions between them. With
 
@@ -12,9 +12,10 @@ A linear program chooses one rule for every op and the conversions between them.
                     = sum_{r: in_e = s} x[n, r]                             for every e, state s
     (shared)    g[e, a -> b] <= c[v, a -> b]                                        for every e
 
-What a region takes and gives is replicated. Solved by HiGHS; where the relaxation is not integral, as a
-mixed-integer program. The price of memory rises until most of what can be cut is cut: a rank of a tp
-group that holds everything would be wasted. It does not rise so far that whole logits are sent for it.
+What a region takes and gives is in the states of its :class:`Boundary`. Solved by HiGHS; where the relaxation
+is not integral, as a mixed-integer program. The price of memory rises until most of what can be cut is cut:
+a rank of a tp group that holds everything would be wasted. It does not rise so far that whole logits are
+sent for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autoplan.planner.layout_pricing import LayoutPrices, LayoutSettings, Pricin
 from autoplan.planner.linear import LinearProgram, solve
 from autoplan_passes import table_contractions
 from autoplan_passes.attention import attention_heads, tp_degrees
-from autoplan_passes.calls import Call, is_tensor, op_name, shape_of, tensor_inputs
+from autoplan_passes.calls import Call, is_tensor, op_name, output_nodes, shape_of, tensor_inputs
 from autoplan_passes.candidates import find_active, find_facts
 from autoplan_passes.conversions import Conversion, chains, conversion
 from autoplan_passes.implementations import implementation_sends
@@ -39,7 +40,29 @@ from autoplan_passes.rules import Facts, Rule, row_of, rules_for
 from autoplan_passes.shard import tensor_bytes
 from autoplan_passes.states import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRADIENT, State
 
-__all__ = ["LayoutPrices", "LayoutSettings", "attention_heads", "choose_layout", "price_layout", "tp_degrees"]
+__all__ = [
+    "Boundary",
+    "LayoutPrices",
+    "LayoutSettings",
+    "attention_heads",
+    "choose_layout",
+    "price_layout",
+    "tp_degrees",
+]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """States in which a region's inputs (by placeholder name) and outputs (by position) cross its boundary.
+
+    Those not named are R. Only S may be named, of tensors through which gradients flow.
+    """
+
+    inputs: Mapping[str, State] = field(default_factory=dict[str, State])
+    outputs: Mapping[int, State] = field(default_factory=dict[int, State])
+
+
+WHOLE = Boundary()
 
 
 @dataclass(frozen=True)
@@ -54,34 +77,47 @@ class PricedLayout:
 
 def choose_layout(
     graph: fx.GraphModule,
-    tp: int,
+    size: int,
     prices: LayoutPrices,
     *,
     pinned_parameters: Mapping[str, State] | None = None,
     settings: LayoutSettings | None = None,
     region_class: str = "",
+    axis: str = "tp",
+    boundary: Boundary = WHOLE,
 ) -> Layout:
-    """The cheapest layout of a region on ``tp`` ranks that cuts most of its parameters.
+    """The cheapest layout of a region on ``size`` ranks of ``axis`` that cuts most of its parameters.
 
-    ``pinned_parameters`` fixes how parameters are stored, by placeholder name. Raises BadInputError where
-    a pinned state does not divide.
+    ``pinned_parameters`` fixes how parameters are stored, by placeholder name. ``graph`` is the local graph
+    of the axes before this one. Raises BadInputError where a pinned state does not divide.
     """
-    priced = price_layout(graph, tp, prices, pinned_parameters or {}, settings or LayoutSettings())
+    priced = price_layout(
+        graph,
+        size,
+        prices,
+        pinned_parameters or {},
+        settings or LayoutSettings(),
+        axis=axis,
+        boundary=boundary,
+    )
     return replace(priced.layout, region_class=region_class)
 
 
 def price_layout(
     graph: fx.GraphModule,
-    tp: int,
+    size: int,
     prices: LayoutPrices,
     pinned_parameters: Mapping[str, State],
     settings: LayoutSettings,
+    *,
+    axis: str = "tp",
+    boundary: Boundary = WHOLE,
 ) -> PricedLayout:
     """Build the program of the module's docstring, and solve it at rising prices of memory."""
-    if tp == 1:
+    if size == 1:
         return PricedLayout(Layout(""), 0.0, True, 0.0)
     pinned = _pinned_nodes(graph.graph, pinned_parameters)
-    builder = Builder(graph.graph, tp, prices, settings, pinned)
+    builder = Builder(graph.graph, size, prices, settings, pinned, axis, boundary)
     builder.build()
     whole, least = builder.resident_bytes(max), builder.resident_bytes(min)
     limit_bytes = settings.sent_limit * builder.activation_bytes()
@@ -109,18 +145,21 @@ class Builder:
     """Makes the variables and rows; each method builds one family."""
 
     graph: fx.Graph
-    tp: int
+    size: int
     prices: LayoutPrices
     settings: LayoutSettings
     pinned: Mapping[fx.Node, State]
+    axis: str = "tp"
+    boundary: Boundary = WHOLE
     program: LinearProgram = field(default_factory=LinearProgram)
     rules: dict[fx.Node, tuple[Rule, ...]] = field(default_factory=dict[fx.Node, tuple[Rule, ...]])
     x: dict[tuple[fx.Node, int], int] = field(default_factory=dict[tuple[fx.Node, int], int])
     resident: dict[int, float] = field(default_factory=dict[int, float])
 
     def build(self) -> None:
-        self.facts: Facts = find_facts(self.graph, self.tp, self.pinned)
-        self.pricing = Pricing(self.tp, self.prices, self.settings, self.facts.differentiable)
+        self.facts: Facts = find_facts(self.graph, self.size, self.pinned, self.settings.cutting)
+        self.pricing = Pricing(self.size, self.prices, self.settings, self.facts.differentiable)
+        self.outputs = self._output_states()
         self.active = find_active(self.graph, self.facts.differentiable)
         for node in self.graph.nodes:
             if node in self.active and node.op != "output":
@@ -130,7 +169,9 @@ class Builder:
 
     def _choose_one_rule(self, node: fx.Node) -> None:
         """(one rule)"""
-        rules = self._source_rules(node) if node.op == "placeholder" else rules_for(node, self.tp, self.facts)
+        rules = (
+            self._source_rules(node) if node.op == "placeholder" else rules_for(node, self.size, self.facts)
+        )
         self.rules[node] = rules
         variables = [self.program.add_variable(self.pricing.rule_s(node, rule)) for rule in rules]
         self.x |= {(node, i): variable for i, variable in enumerate(variables)}
@@ -141,18 +182,25 @@ class Builder:
         self.program.add_row([(variable, 1.0) for variable in variables], 1.0, 1.0)
 
     def _source_rules(self, node: fx.Node) -> tuple[Rule, ...]:
-        """Inputs are replicated; a parameter is stored whole or cut, or as pinned."""
+        """Inputs come as the boundary says; a parameter is stored whole or cut, or as pinned."""
         if node in self.pinned:
             state = self.pinned[node]
             if state.is_shard and state not in self.facts.cuts.get(node, frozenset()):
                 raise BadInputError(
                     f"Parameter {node.name!r} of shape {shape_of(node)} cannot be stored as {state} on "
-                    f"tp={self.tp}: the dim does not divide. Pin R, or another tp."
+                    f"{self.axis}={self.size}: the dim does not divide. Pin R, or another {self.axis}."
                 )
             return (Rule((), state),)
         if node.meta.get("kind") != "parameter":
-            return (Rule((), REPLICATE),)
-        return tuple(Rule((), state) for state in (REPLICATE, *sorted(self.facts.cuts.get(node, ()))))
+            return (Rule((), self.boundary.inputs.get(node.name, REPLICATE)),)
+        return tuple(Rule((), state) for state in (REPLICATE, *self.facts.stored_cuts(node)))
+
+    def _output_states(self) -> dict[fx.Node, set[State]]:
+        """The states in which the boundary wants each output."""
+        wanted: dict[fx.Node, set[State]] = {}
+        for position, node in enumerate(output_nodes(self.graph)):
+            wanted.setdefault(node, set()).add(self.boundary.outputs.get(position, REPLICATE))
+        return wanted
 
     def _steps(self, node: fx.Node, states: list[State]) -> list[Conversion]:
         """Possible conversions of a tensor; a parameter stored cut is used cut, unless a pin says so."""
@@ -164,8 +212,8 @@ class Builder:
 
     def _connect_users(self, node: fx.Node) -> None:
         """(flow) and (shared)"""
-        edges = [(user, self._input_states(user, node)) for user in node.users if self._is_reader(user)]
-        asked = {state for _, wanted in edges for state in wanted}
+        edges = [wanted for user in node.users for wanted in self._readers(user, node)]
+        asked = {state for wanted in edges for state in wanted}
         made = {rule.output for rule in self.rules[node]}
         hubs = {REPLICATE}
         if node in self.facts.differentiable:
@@ -179,7 +227,7 @@ class Builder:
         price = {step: self.pricing.conversion_s(node, step) for step in steps}
         shared = len(edges) > 1
         made_once = {step: self.program.add_variable(price[step]) for step in steps} if shared else {}
-        for _, wanted in edges:
+        for wanted in edges:
             flow = {step: self.program.add_variable(0.0 if shared else price[step]) for step in steps}
             for step, variable in made_once.items():
                 self.program.add_row([(variable, 1.0), (flow[step], -1.0)], 0.0, float("inf"))
@@ -188,23 +236,23 @@ class Builder:
                 terms += [(variable, 1.0) for step, variable in flow.items() if step.target == state]
                 terms += [(variable, -1.0) for step, variable in flow.items() if step.source == state]
                 terms += [(variable, -1.0) for variable in wanted.get(state, [])]
-                fixed = 1.0 if state == REPLICATE and -1 in wanted.get(state, []) else 0.0
+                fixed = 1.0 if -1 in wanted.get(state, []) else 0.0
                 row = [(variable, factor) for variable, factor in terms if variable >= 0]
                 if row or fixed:
                     self.program.add_row(row, fixed, fixed)
 
-    def _is_reader(self, user: fx.Node) -> bool:
-        return user.op == "output" or user in self.rules
-
-    def _input_states(self, user: fx.Node, node: fx.Node) -> dict[State, list[int]]:
-        """Variables of the user's rules by the state they want of ``node``; -1 for the region's output."""
+    def _readers(self, user: fx.Node, node: fx.Node) -> list[dict[State, list[int]]]:
+        """For each read of ``node``: variables of the user's rules by the state they want of it; -1 for an
+        output of the region."""
         if user.op == "output":
-            return {REPLICATE: [-1]}
+            return [{state: [-1]} for state in sorted(self.outputs[node])]
+        if user not in self.rules:
+            return []
         position = tensor_inputs(user).index(node)
         wanted: dict[State, list[int]] = {}
         for i, rule in enumerate(self.rules[user]):
             wanted.setdefault(rule.inputs[position], []).append(self.x[user, i])
-        return wanted
+        return [wanted]
 
     def solve(self, memory_s_per_byte: float) -> PricedLayout:
         """The optimum at one price of memory."""
@@ -244,9 +292,11 @@ class Builder:
         ]
         sent = list(self.sent_by(chosen))
         rules = {n.name: str(r) for n, r in chosen.items() if n.op == "call_function" and _is_special(r)}
+        inputs = {name: str(state) for name, state in self.boundary.inputs.items() if state.is_shard}
+        outputs = {str(i): str(state) for i, state in self.boundary.outputs.items() if state.is_shard}
         return Layout(
             region_class="",
-            axes={"tp": AxisLayout(self.tp, parameters, rules)},
+            axes={self.axis: AxisLayout(self.size, parameters, rules, inputs, outputs)},
             collectives_forward=dict(Counter(kind for kind, _, _, _ in sent if kind != "none")),
             collectives_backward=dict(Counter(kind for _, kind, _, _ in sent if kind != "none")),
             collective_bytes_forward=float(sum(size for kind, _, size, _ in sent if kind != "none")),
@@ -259,7 +309,7 @@ class Builder:
         sent: list[tuple[str, str, float, float]] = []
         for node, steps in self.conversions_of(chosen):
             for step in steps:
-                size = tensor_bytes(node) / (self.tp if step.forward == "all_to_all" else 1)
+                size = tensor_bytes(node) / (self.size if step.forward == "all_to_all" else 1)
                 sent.append((step.forward, step.backward, size, size))
         for node, rule in chosen.items():
             if node.op == "call_function":
@@ -273,7 +323,7 @@ class Builder:
             wanted: set[State] = set()
             for user in node.users:
                 if user.op == "output":
-                    wanted.add(REPLICATE)
+                    wanted |= self.outputs[node]
                 elif user in chosen:
                     wanted.add(chosen[user].inputs[tensor_inputs(user).index(node)])
             if is_tensor(node) and wanted:

@@ -14,6 +14,7 @@ from torch import fx
 
 from autoplan_passes import table_contractions
 from autoplan_passes.calls import Call, first_tensor, op_name, tensor_inputs
+from autoplan_passes.candidates import FEATURES, Cutting
 from autoplan_passes.conversions import Conversion
 from autoplan_passes.implementations import implementation_sends
 from autoplan_passes.rules import Rule, form_of
@@ -44,7 +45,8 @@ class LayoutPrices(Protocol):
 
 @dataclass(frozen=True)
 class LayoutSettings:
-    """What counts: ``elementwise`` is the share of an elementwise op's time that is priced.
+    """What counts: ``cutting`` says which dims the axis cuts; ``elementwise`` is the share of an elementwise
+    op's time that is priced.
 
     ``memory_s_per_byte`` are the prices of residence, tried in turn until a layout cuts ``cut_share`` of the
     parameter bytes that can be cut; a layout at a raised price may send, forward, ``sent_limit`` times the
@@ -55,13 +57,14 @@ class LayoutSettings:
     memory_s_per_byte: tuple[float, ...] = MEMORY_S_PER_BYTE
     cut_share: float = 0.95
     sent_limit: float = 4.0
+    cutting: Cutting = FEATURES
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """Prices of one region graph on ``tp`` ranks."""
+    """Prices of one region graph on ``size`` ranks."""
 
-    tp: int
+    size: int
     prices: LayoutPrices
     settings: LayoutSettings
     differentiable: frozenset[fx.Node]
@@ -85,8 +88,8 @@ class Pricing:
             states += zip(tensor_inputs(node), rule.inputs)
         whole = sum(tensor_bytes(n) for n, _ in states)
         if self._is_compute_bound(node, whole):
-            return 1.0 / self.tp
-        return sum(tensor_bytes(n) / (self.tp if s.is_shard else 1) for n, s in states) / whole
+            return 1.0 / self.size
+        return sum(tensor_bytes(n) / (self.size if s.is_shard else 1) for n, s in states) / whole
 
     def _is_compute_bound(self, node: fx.Node, moved_bytes: float) -> bool:
         if op_name(node) == "aten.scaled_dot_product_attention":
@@ -100,7 +103,7 @@ class Pricing:
     def conversion_s(self, node: fx.Node, step: Conversion) -> float:
         """Forward and backward of one conversion of the whole tensor."""
         total = tensor_bytes(node)
-        size = total / self.tp if step.forward == "all_to_all" else float(total)
+        size = total / self.size if step.forward == "all_to_all" else float(total)
         return self._sent_s(step.forward, size) + self._sent_s(step.backward, size) + TIE_BREAK_S
 
     def resident_bytes(self, node: fx.Node, state: State) -> float:
@@ -108,7 +111,7 @@ class Pricing:
         tensor = first_tensor(node)
         trained = node in self.differentiable
         whole = tensor.numel() * (STATE_BYTES_PER_ELEMENT if trained else tensor.element_size())
-        return whole / (self.tp if state.is_shard else 1)
+        return whole / (self.size if state.is_shard else 1)
 
     def _sent_s(self, kind: str, sent_bytes: float) -> float:
         return self.prices.collective_s(kind, sent_bytes) if kind != "none" and sent_bytes else 0.0

@@ -16,10 +16,12 @@ from torch import fx
 from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError
 from autoplan.plan import Layout
-from autoplan.planner.layout import attention_heads, choose_layout
+from autoplan.planner.boundaries import mark_dims, token_boundaries
+from autoplan.planner.layout import WHOLE, Boundary, LayoutSettings, attention_heads, choose_layout
 from autoplan.planner.space import ALONE, Inside
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
+from autoplan_passes.candidates import FEATURES, FEATURES_AND_TOKENS
 from autoplan_passes.shard import dry_groups, shard_region
 from autoplan_passes.states import State, parse_state
 
@@ -52,12 +54,28 @@ class ModelCosts:
         self._pinned: dict[tuple[str, Inside], State] = {}
         self._costs: dict[tuple[str, Inside, int], RegionCost] = {}
         self._exact: dict[tuple[str, Inside, int], RegionWork] = {}
+        self._boundaries: dict[int, dict[str, Boundary]] = {}
+        # A layout is chosen for two samples, where dims that merge samples with tokens show it.
+        self._batch = max(2, capture.batch) if capture.batch_form.known else capture.batch
+        mark_dims(capture, self.regions, self._base_graph, self._batch)
 
     def _graph(self, class_id: str, batch: int) -> fx.GraphModule:
         """The class's graph at one micro-batch."""
         if (class_id, batch) not in self._graphs:
             self._graphs[class_id, batch] = region_graph(self.capture, self.classes[class_id], batch)
         return self._graphs[class_id, batch]
+
+    def _base_graph(self, class_id: str) -> fx.GraphModule:
+        return self._graph(class_id, self._batch)
+
+    def _boundary(self, class_id: str, inside: Inside) -> Boundary:
+        """What crosses the class's boundary on tp: cut along its tokens under sequence parallelism."""
+        if not inside.sp:
+            return WHOLE
+        if inside.tp not in self._boundaries:
+            found = token_boundaries(self.capture, self.regions, self._base_graph, self._batch, inside.tp)
+            self._boundaries[inside.tp] = found
+        return self._boundaries[inside.tp][class_id]
 
     def heads(self) -> list[tuple[str, int, int]]:
         """(class name, query heads, key-value heads) of every attention op of the model."""
@@ -120,14 +138,21 @@ class ModelCosts:
         )
 
     def _measure(self, class_id: str, inside: Inside) -> Measured:
-        base = self._graph(class_id, self.capture.batch)
+        base = self._base_graph(class_id)
         prices = self.cost_model.layout_prices(inside.spans["tp"])
         pinned = {
             node.name: self._pinned[node.meta["source"], inside]
             for node in base.graph.nodes
             if node.op == "placeholder" and (node.meta["source"], inside) in self._pinned
         }
-        layout = choose_layout(base, inside.tp, prices, pinned_parameters=pinned)
+        layout = choose_layout(
+            base,
+            inside.tp,
+            prices,
+            pinned_parameters=pinned,
+            settings=LayoutSettings(cutting=FEATURES_AND_TOKENS if inside.sp else FEATURES),
+            boundary=self._boundary(class_id, inside),
+        )
         layout = replace(layout, region_class=self.names[class_id])
         for node in base.graph.nodes:
             if node.op == "placeholder" and node.meta["source"] in self._tied:

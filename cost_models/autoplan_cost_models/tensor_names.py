@@ -11,7 +11,14 @@ from torch import fx
 
 from autoplan_cost_models.node_facts import DTYPE_NAMES, op_name, outputs_of
 
-LOSSES = ("cross_entropy_loss", "vocab_cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss_forward")
+LOSSES = (
+    "cross_entropy_loss",
+    "vocab_cross_entropy",
+    "position_cross_entropy",
+    "nll_loss",
+    "nll_loss_nd",
+    "nll_loss_forward",
+)
 # Ops between the logits and the loss that only change their shape, dtype or scale.
 PASSED_THROUGH = (
     "view",

@@ -64,6 +64,13 @@ def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(n for n in node.all_input_nodes if is_tensor(n))
 
 
+def output_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The outputs of a graph, in order."""
+    given = graph.output_node().args[0]
+    values = given if isinstance(given, (tuple, list)) else (given,)
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of an op; ``tensors`` has every tensor argument in order, repeats included."""

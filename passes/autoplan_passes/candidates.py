@@ -1,8 +1,8 @@
 """Which tensors carry gradients and which cuts of each are worth considering: a region graph comes in.
 
-Out goes :class:`~autoplan_passes.rules.Facts`. Cuts start at the dims of parameters that take part in
-contractions and are carried through the graph by the ops' Forms, both ways. Dims of tokens (all dims of
-an input but the last, and what arises from them) are not cut: that is the business of other axes.
+Out goes :class:`~autoplan_passes.rules.Facts`. Which dims an axis may cut is said by :class:`Cutting`: cuts
+of features start at the dims of parameters, cuts of tokens and samples at the activations that count
+them (:mod:`autoplan_passes.dim_kinds`); both are carried through the graph by the ops' Forms, both ways.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from autoplan_passes.calls import Call, first_tensor, is_tensor, op_name, shape_of
+from autoplan_passes.calls import Call, is_tensor, op_name, shape_of
+from autoplan_passes.dim_kinds import (
+    BATCH,
+    FEATURE,
+    TOKEN,
+    TOKENS,
+    atom_kinds,
+    batch_size,
+    find_dim_kinds,
+)
 from autoplan_passes.dims import OUTPUT, Form, carry, narrow, place
 from autoplan_passes.rules import Facts, form_of
 from autoplan_passes.states import State, divides, shard
@@ -24,23 +33,55 @@ NO_GRADIENT_OPS = frozenset(
     ["aten.detach", *(f"aten.{x}_like" for x in FILLS), *(f"aten.new_{x}" for x in FILLS)]
 )
 MAX_SWEEPS = 8
-TOKEN, MIXED, FEATURE = "token", "mixed", "feature"
 
 
-def find_facts(graph: fx.Graph, size: int, seeds: Mapping[fx.Node, State] | None = None) -> Facts:
+@dataclass(frozen=True)
+class Cutting:
+    """Which dims an axis may cut: those of parameters and what they make (``features``), the tokens of each
+    sample (``tokens``), the samples of a micro-batch (``batch``).
+
+    Parameters are stored whole along tokens and samples, and altogether where features are not cut.
+    """
+
+    features: bool = True
+    tokens: bool = False
+    batch: bool = False
+
+    def allows(self, kind: str) -> bool:
+        """Whether an atom of this kind may be cut; merged samples and tokens follow what was cut of them."""
+        allowed = {BATCH: self.batch, TOKEN: self.tokens, TOKENS: self.tokens or self.batch}
+        return allowed.get(kind, self.features)
+
+
+FEATURES = Cutting()
+FEATURES_AND_TOKENS = Cutting(tokens=True)
+TOKENS_ALONE = Cutting(features=False, tokens=True)
+
+
+def find_facts(
+    graph: fx.Graph,
+    size: int,
+    seeds: Mapping[fx.Node, State] | None = None,
+    cutting: Cutting = FEATURES,
+) -> Facts:
     """Differentiable nodes and candidate cuts of a region graph; ``seeds`` adds states of parameters."""
     differentiable = find_differentiable(graph)
     if size == 1:
         return Facts(differentiable)
     active = find_active(graph, differentiable)
-    spread = _Spread(graph, size, active)
+    spread = _Spread(graph, size, active, cutting)
     for node in graph.nodes:
-        if node.meta.get("kind") == "parameter" and len(shape_of(node)) > 1:
+        is_parameter = node.meta.get("kind") == "parameter"
+        if cutting.features and is_parameter and len(shape_of(node)) > 1:
             spread.add_all(node, (shard(d) for d in range(len(shape_of(node)))))
+        elif not is_parameter and node in active:
+            spread.add_all(node, spread.counted_cuts(node))
     for node, state in (seeds or {}).items():
         spread.add_all(node, [state] if state.is_shard else [])
     spread.run()
-    return Facts(differentiable, {node: frozenset(states) for node, states in spread.cuts.items()})
+    cuts = {node: frozenset(states) for node, states in spread.cuts.items()}
+    lent = {node: frozenset(states) for node, states in spread.lent.items()}
+    return Facts(differentiable, cuts, lent)
 
 
 def find_differentiable(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -81,14 +122,26 @@ class _Spread:
     graph: fx.Graph
     size: int
     active: frozenset[fx.Node]
+    cutting: Cutting
     cuts: dict[fx.Node, set[State]] = field(default_factory=dict[fx.Node, set[State]])
+    lent: dict[fx.Node, set[State]] = field(default_factory=dict[fx.Node, set[State]])
 
     def __post_init__(self) -> None:
         self.calls = {n: Call(n) for n in self.graph.nodes if n.op == "call_function" and n in self.active}
         self.forms = {n: form for n in self.calls if (form := form_of(n)) is not None}
-        tokens = find_token_dims(self.graph)
-        self.token_atoms = {n: _token_atoms(form, self.calls[n], tokens) for n, form in self.forms.items()}
+        self.kinds, self.batch = find_dim_kinds(self.graph), batch_size(self.graph)
+        self.atoms = {
+            n: atom_kinds(form, self.calls[n], self.kinds, self.batch) for n, form in self.forms.items()
+        }
         self.grew = False
+
+    def counted_cuts(self, node: fx.Node) -> Iterator[State]:
+        """Cuts along the tokens and samples that a tensor counts; tokens merged with samples inside each."""
+        for dim, (kind, size) in enumerate(zip(self.kinds[node], shape_of(node))):
+            if kind == TOKENS and self.cutting.tokens:
+                yield State("S", dim, (size // self.batch,)).fitted(shape_of(node))
+            elif (kind == TOKEN and self.cutting.tokens) or (kind == BATCH and self.cutting.batch):
+                yield shard(dim)
 
     def add_all(self, node: fx.Node, states: Iterator[State] | list[State]) -> None:
         known = self.cuts.setdefault(node, set())
@@ -116,17 +169,21 @@ class _Spread:
         """Carry the cuts of each tensor of one op to its other tensors."""
         form, call = self.forms[node], self.calls[node]
         tensors = [*enumerate(call.tensors), (OUTPUT, node)]
+        atoms = self.atoms[node]
         found = {
             cut
             for i, tensor in tensors
             for state in self.cuts.get(tensor, ())
-            if (cut := carry(form, i, state, self.size)) is not None and cut[0] not in self.token_atoms[node]
+            if (cut := carry(form, i, state, self.size)) is not None
+            and self.cutting.allows(atoms.get(cut[0], FEATURE))
         }
         for cut in found:
             for i, tensor in tensors:
                 state = place(form, i, cut)
                 if state is not None:
                     self.add_all(tensor, [state])
+                    if atoms.get(cut[0], FEATURE) != FEATURE:
+                        self.lent.setdefault(tensor, set()).add(state)
         self._spread_grouped_heads(form, call)
         self._spread_parts(form, call)
 
@@ -149,7 +206,7 @@ class _Spread:
             if state.dim != parts.dim:
                 continue
             for tensor, start, extent in parts.pieces:
-                own = narrow(state.sections or (length,), start, extent)
+                own = narrow(state.sections_of(length), start, extent)
                 if own is not None:
                     self.add_all(nodes[tensor], [shard(parts.dim, own)])
         cut_dims = {state.dim for tensor in call.tensors for state in self.cuts.get(tensor, ())}
@@ -166,47 +223,10 @@ class _Spread:
                 continue
             _, start, extent = parts.pieces[0]
             wanted = [s for s in self.cuts.get(user, ()) if s.dim == parts.dim]
-            sections = max((s.sections for s in wanted), key=len, default=())
+            sections = max((s.sections_of(extent) for s in wanted), key=len, default=())
             ends = bounds.setdefault(parts.dim, {0, shape_of(whole)[parts.dim]})
             ends |= {start, start + extent} | {start + sum(sections[:i]) for i in range(len(sections))}
             wanted_dims |= {parts.dim} if wanted else set()
         for dim in wanted_dims:
             marks = sorted(bounds[dim])
             self.add_all(whole, [shard(dim, [b - a for a, b in pairwise(marks)])])
-
-
-def find_token_dims(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
-    """Of each dim of each tensor: whether it counts tokens (samples, positions), features, or both merged."""
-    found: dict[fx.Node, tuple[str, ...]] = {}
-    for node in graph.nodes:
-        if not is_tensor(node):
-            continue
-        rank = len(shape_of(node))
-        if node.meta.get("kind") == "input":
-            features = 1 if rank > 1 and first_tensor(node).is_floating_point() else 0
-            found[node] = (TOKEN,) * (rank - features) + (FEATURE,) * features
-            continue
-        form = form_of(node) if node.op == "call_function" else None
-        if form is None:
-            found[node] = (FEATURE,) * rank
-            continue
-        tokens = _token_atoms(form, Call(node), found)
-        found[node] = tuple(_merge([atom in tokens for atom in dim]) for dim in form.output)
-    return found
-
-
-def _merge(are_tokens: list[bool]) -> str:
-    if not any(are_tokens):
-        return FEATURE
-    return TOKEN if all(are_tokens) else MIXED
-
-
-def _token_atoms(form: Form, call: Call, found: Mapping[fx.Node, tuple[str, ...]]) -> frozenset[str]:
-    """Atoms that some input counts tokens by; a merged dim says nothing of its atoms."""
-    return frozenset(
-        atom
-        for dims, node in zip(form.inputs, call.tensors)
-        for dim, kind in zip(dims, found.get(node, ()))
-        if kind == TOKEN
-        for atom in dim
-    )

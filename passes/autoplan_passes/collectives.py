@@ -70,7 +70,7 @@ def _all_gather(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) ->
 
 def _reduce_scatter(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
     group, size = GROUPS[axis], size_of(axis)
-    pieces = torch.stack([_cut(x, dim, rank, size, sections) for rank in range(size)])
+    pieces = torch.stack(_pieces(x, dim, size, sections))
     if isinstance(group, DryGroup):
         return pieces[0].clone()
     comm = torch.ops._c10d_functional
@@ -78,13 +78,27 @@ def _reduce_scatter(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()
     return comm.wait_tensor(summed).reshape(pieces.shape[1:])
 
 
-def _all_to_all(x: Tensor, from_dim: int, to_dim: int, axis: str) -> Tensor:
+def _all_to_all(
+    x: Tensor,
+    from_dim: int,
+    to_dim: int,
+    axis: str,
+    sections: Sequence[int] = (),
+    to_sections: Sequence[int] = (),
+) -> Tensor:
     group, size = GROUPS[axis], size_of(axis)
-    pieces = torch.stack(x.chunk(size, to_dim))
+    pieces = torch.stack(_pieces(x, to_dim, size, to_sections))
     if not isinstance(group, DryGroup):
         comm = torch.ops._c10d_functional
         pieces = comm.wait_tensor(comm.all_to_all_single(pieces, [1] * size, [1] * size, group.group_name))
-    return torch.cat(pieces.unbind(0), from_dim)
+    return _join(pieces.unbind(0), from_dim, sections)
+
+
+def _pieces(x: Tensor, dim: int, size: int, sections: Sequence[int] = ()) -> list[Tensor]:
+    if not sections:
+        return list(x.chunk(size, dim))
+    parts = [part.chunk(size, dim) for part in x.split(list(sections), dim)]
+    return [torch.cat(own, dim) for own in zip(*parts)]
 
 
 def _cut(x: Tensor, dim: int, rank: int, size: int, sections: Sequence[int] = ()) -> Tensor:
@@ -166,9 +180,18 @@ def reduce_scatter(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ())
     return _convert(x, _reduce_scatter, _all_gather, dim, axis, sections)
 
 
-def all_to_all(x: Tensor, from_dim: int, to_dim: int, axis: str) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    from_dim: int,
+    to_dim: int,
+    axis: str,
+    sections: Sequence[int] = (),
+    to_sections: Sequence[int] = (),
+) -> Tensor:
     """Cut along ``from_dim`` to cut along ``to_dim``; the gradient goes back the same way."""
-    return _Convert.apply(x, _all_to_all, (from_dim, to_dim, axis), _all_to_all, (to_dim, from_dim, axis))  # pyright: ignore[reportReturnType] - torch types apply as Any
+    there = (from_dim, to_dim, axis, sections, to_sections)
+    back = (to_dim, from_dim, axis, to_sections, sections)
+    return _Convert.apply(x, _all_to_all, there, _all_to_all, back)  # pyright: ignore[reportReturnType] - torch types apply as Any
 
 
 def slice_of(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
@@ -247,6 +270,16 @@ def vocab_cross_entropy(
         return losses.to(logits.dtype)
     total = losses.sum()
     return (total / kept.sum() if reduction == 1 else total).to(logits.dtype)
+
+
+def position_cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, axis: str
+) -> Tensor:
+    """Mean cross-entropy of cut positions: a partial sum, divided by all ranks' positions that count."""
+    total = F.cross_entropy(
+        logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
+    )
+    return total / _all_reduce((target != ignore_index).sum(), axis)
 
 
 def sliced_dropout(

@@ -54,9 +54,12 @@ class Conversion:
         cut = self.source if self.source.is_shard else self.target
         return (cut.dim,) if cut.is_shard else ()
 
-    @property
-    def sections(self) -> tuple[int, ...]:
-        return self.source.sections or self.target.sections
+    def sections(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Arguments after the axis, of a tensor of this whole shape: sections of what is cut, if any."""
+        cuts = [state for state in (self.source, self.target) if state.is_shard]
+        if not any(state.sections for state in cuts):
+            return ()
+        return tuple(state.sections_of(shape[state.dim]) if state.sections else () for state in cuts)
 
     @property
     def effort(self) -> float:
@@ -69,7 +72,7 @@ def conversion(source: State, target: State, differentiable: bool = True) -> Con
     if source == target or row is None:
         return None
     both_cut = source.is_shard and target.is_shard
-    if both_cut and (source.dim == target.dim or source.sections or target.sections):
+    if both_cut and source.dim == target.dim:
         return None
     forward, backward, function = row
     if not differentiable:

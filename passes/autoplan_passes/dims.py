@@ -68,8 +68,8 @@ def carry(form: Form, tensor: int, state: State, ways: int) -> Cut | None:
         return None
     dim, sizes = dims[state.dim], form.sizes
     total = math.prod(sizes[atom] for atom in dim)
-    sections = state.sections or (total,)
-    if sum(sections) != total:
+    sections = state.sections_of(total)
+    if not sections:
         return None
     for position, atom in enumerate(dim):
         outer = math.prod(sizes[a] for a in dim[:position])

@@ -47,9 +47,18 @@ def _cross_entropy_sent(call: Call) -> tuple[Sent, ...]:
     return (("all_reduce", "none", positions, 0.0), ("all_reduce", "none", 3 * positions, 0.0))
 
 
+def _position_entropy_arguments(call: Call, _output: State, axis: str) -> tuple[Any, ...]:
+    names = ("self", "target", "ignore_index", "label_smoothing")
+    return (*(call.arguments[name] for name in names), axis)
+
+
+def _one_count_sent(_call: Call) -> tuple[Sent, ...]:
+    return (("all_reduce", "none", 8.0, 0.0),)
+
+
 def _dropout_arguments(call: Call, output: State, axis: str) -> tuple[Any, ...]:
     tensor = next(iter(call.tensors))
-    sections = (output.sections,) if output.sections else ()
+    sections = (output.sections_of(call.output[output.dim]),) if output.sections else ()
     return (tensor, call.arguments["p"], output.dim, axis, *sections)
 
 
@@ -61,6 +70,9 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "vocab_embedding": Implementation(collectives.vocab_embedding, _embedding_arguments, _nothing_sent),
     "vocab_cross_entropy": Implementation(
         collectives.vocab_cross_entropy, _cross_entropy_arguments, _cross_entropy_sent
+    ),
+    "position_cross_entropy": Implementation(
+        collectives.position_cross_entropy, _position_entropy_arguments, _one_count_sent
     ),
     "sliced_dropout": Implementation(collectives.sliced_dropout, _dropout_arguments, _nothing_sent),
 }

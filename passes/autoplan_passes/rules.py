@@ -52,11 +52,17 @@ class Facts:
     """What is known of the tensors of one graph on an axis.
 
     ``differentiable`` holds the nodes through which gradients flow; ``cuts`` the S states worth considering
-    of each node (absent: none). See :func:`autoplan_passes.candidates.find_facts`.
+    of each node (absent: none); ``lent`` those that follow the tokens or samples of other tensors, in which
+    no parameter is stored. See :func:`autoplan_passes.candidates.find_facts`.
     """
 
     differentiable: frozenset[fx.Node] = frozenset()
     cuts: Mapping[fx.Node, frozenset[State]] = field(default_factory=dict[fx.Node, frozenset[State]])
+    lent: Mapping[fx.Node, frozenset[State]] = field(default_factory=dict[fx.Node, frozenset[State]])
+
+    def stored_cuts(self, parameter: fx.Node) -> list[State]:
+        """The S states in which a parameter may be stored."""
+        return sorted(self.cuts.get(parameter, frozenset()) - self.lent.get(parameter, frozenset()))
 
 
 def row_of(node: fx.Node) -> Row | None:
@@ -157,7 +163,7 @@ def _parts_choices(form: Form, call: Call, size: int, facts: Facts) -> Iterator[
             continue
         states = {parts.whole: state}
         for tensor, start, extent in parts.pieces:
-            own = narrow(state.sections or (length,), start, extent)
+            own = narrow(state.sections_of(length), start, extent)
             if own is not None:
                 states[tensor] = shard(parts.dim, own)
         if len(states) == len(parts.pieces) + 1:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autoplan.errors import BadPlanError
 from autoplan.plan import NO_AXIS, AxisLayout, Layout
 from autoplan_passes import collectives
-from autoplan_passes.calls import Call, is_tensor, shape_of, tensor_inputs
+from autoplan_passes.calls import Call, is_tensor, output_nodes, shape_of, tensor_inputs
 from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.conversions import Conversion, chains
 from autoplan_passes.implementations import implementation_sends
@@ -60,8 +60,15 @@ def layout_rules(graph: fx.GraphModule, layout: AxisLayout, region_class: str = 
                 f"The rule of {name!r} in the layout should have {count} input states; it is "
                 f"{layout.rules[name]!r}. Search again: autoplan search MODEL.py"
             )
-        rules[node] = rule
+        rules[node] = _fitted(rule, node)
     return rules
+
+
+def _fitted(rule: Rule, node: fx.Node) -> Rule:
+    """The rule in the states that the node's own shapes give: another micro-batch has other sections."""
+    inputs = tuple(state.fitted(shape_of(n)) for n, state in zip(tensor_inputs(node), rule.inputs))
+    output = rule.output.fitted(shape_of(node)) if rule.output.is_shard else rule.output
+    return Rule(inputs, output, rule.implementation)
 
 
 def parameter_states(graph: fx.GraphModule, layout: AxisLayout) -> dict[fx.Node, State]:
@@ -76,17 +83,19 @@ def parameter_states(graph: fx.GraphModule, layout: AxisLayout) -> dict[fx.Node,
 def boundary_states(graph: fx.GraphModule, layout: AxisLayout) -> dict[fx.Node, State]:
     """The state in which each input of the region arrives."""
     inputs = [node for node in graph.graph.nodes if node.meta.get("kind") == "input"]
-    return {node: parse_state(layout.inputs.get(node.name, "R")) for node in inputs}
+    return {node: _state_of(node, layout.inputs.get(node.name, "R")) for node in inputs}
+
+
+def _state_of(node: fx.Node, text: str) -> State:
+    state = parse_state(text)
+    return state.fitted(shape_of(node)) if state.is_shard else state
 
 
 def output_states(graph: fx.GraphModule, layout: AxisLayout) -> list[tuple[fx.Node, State]]:
     """Every output of the region, in order, with the state in which it leaves."""
-    output = graph.graph.output_node().args[0]
-    values = output if isinstance(output, (tuple, list)) else (output,)
     return [
-        (node, parse_state(layout.outputs.get(str(position), "R")))
-        for position, node in enumerate(values)
-        if isinstance(node, fx.Node)
+        (node, _state_of(node, layout.outputs.get(str(position), "R")))
+        for position, node in enumerate(output_nodes(graph.graph))
     ]
 
 
@@ -209,7 +218,7 @@ class _Sharder:
         return self.made[node, state]
 
     def _convert(self, node: fx.Node, step: Conversion) -> fx.Node:
-        sections = (step.sections,) if step.sections else ()
+        sections = step.sections(shape_of(node))
         value = self.made[node, step.source]
         local = self.graph.call_function(step.function, (value, *step.arguments, self.axis, *sections))
         local.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}

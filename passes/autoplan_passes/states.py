@@ -15,7 +15,9 @@ Tensors without gradient are R or S(d); cutting them is free.
 
 A cut may respect sections: ``S(0:64+32+32)`` cuts each of three consecutive sections of dim 0 into t
 equal pieces, and a rank holds its piece of every section, joined. So a fused query-key-value or
-gate-up weight is cut and its parts stay together. Plain ``S(0)`` is one section.
+gate-up weight is cut and its parts stay together. The sections named repeat until the dim is full:
+``S(0:16)`` cuts every run of 16, so tokens merged with samples are cut inside each sample, however many
+samples there are. Plain ``S(0)`` is one section.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch
 
 @dataclass(frozen=True, order=True)
 class State:
-    """``kind`` in ``R R* S P``; ``dim`` is the tensor dim of S, else -1; ``sections`` their global sizes."""
+    """``kind`` in ``R R* S P``; ``dim`` the tensor dim of S, else -1; ``sections`` global sizes, repeated."""
 
     kind: str
     dim: int = -1
@@ -44,6 +46,18 @@ class State:
     def is_shard(self) -> bool:
         return self.kind == "S"
 
+    def sections_of(self, length: int) -> tuple[int, ...]:
+        """The sections of a whole dim of ``length``; () where they do not fill it."""
+        if not self.sections:
+            return (length,)
+        repeats, rest = divmod(length, sum(self.sections))
+        return () if rest else self.sections * repeats
+
+    def fitted(self, shape: Sequence[int]) -> State:
+        """The same cut of a tensor of this shape, plain where one section is the whole dim."""
+        whole = self.is_shard and self.dim < len(shape) and self.sections == (shape[self.dim],)
+        return State("S", self.dim) if whole else self
+
 
 REPLICATE = State("R")
 REPLICATE_PARTIAL_GRADIENT = State("R*")
@@ -51,16 +65,24 @@ PARTIAL = State("P")
 
 
 def shard(dim: int, sections: Sequence[int] = ()) -> State:
-    """S(dim); one section or none is the plain cut."""
-    return State("S", dim, tuple(sections) if len(sections) > 1 else ())
+    """S(dim) by the sections of the whole dim; one section or none is the plain cut."""
+    return State("S", dim, _period(tuple(sections)) if len(sections) > 1 else ())
+
+
+def _period(sections: tuple[int, ...]) -> tuple[int, ...]:
+    """``(16, 16, 16) -> (16,)``: the shortest beginning that, repeated, is all of it."""
+    count = len(sections)
+    lengths = (n for n in range(1, count) if count % n == 0)
+    return next((sections[:n] for n in lengths if sections[:n] * (count // n) == sections), sections)
 
 
 def parse_state(text: str) -> State:
-    """``"S(1)" -> State("S", 1)``, ``"S(0:64+64)"``, ``"R*"``; inverse of ``str``."""
+    """``"S(1)" -> State("S", 1)``, ``"S(0:64+32)"``, ``"R*"``; inverse of ``str``."""
     if not text.startswith("S("):
         return State(text)
     dim, _, sections = text[2:-1].partition(":")
-    return shard(int(dim), [int(size) for size in sections.split("+")] if sections else ())
+    sizes = tuple(int(size) for size in sections.split("+")) if sections else ()
+    return State("S", int(dim), _period(sizes))
 
 
 def local_shape(shape: Sequence[int], state: State, size: int) -> tuple[int, ...]:
@@ -74,15 +96,15 @@ def divides(shape: Sequence[int], state: State, size: int) -> bool:
     """Whether every section of the cut dim splits into ``size`` equal, non-empty pieces."""
     if not state.is_shard:
         return True
-    sections = state.sections or (shape[state.dim],)
-    return all(n >= size and n % size == 0 for n in sections)
+    sections = state.sections_of(shape[state.dim])
+    return bool(sections) and all(n >= size and n % size == 0 for n in sections)
 
 
 def cut_tensor(full: torch.Tensor, state: State, rank: int, size: int) -> torch.Tensor:
     """What ``rank`` of ``size`` holds of ``full``: a piece of every section for S, else all of it."""
     if not state.is_shard or size == 1:
         return full
-    sections = full.split(state.sections or full.shape[state.dim], dim=state.dim)
+    sections = full.split(state.sections_of(full.shape[state.dim]), dim=state.dim)
     return torch.cat([part.chunk(size, dim=state.dim)[rank] for part in sections], dim=state.dim)
 
 
@@ -90,6 +112,7 @@ def join_tensors(pieces: Sequence[torch.Tensor], state: State) -> torch.Tensor:
     """The full tensor from every rank's piece (inverse of :func:`cut_tensor`; R takes the first)."""
     if not state.is_shard or len(pieces) == 1:
         return pieces[0]
-    sizes = [n // len(pieces) for n in state.sections] or pieces[0].shape[state.dim]
+    sections = state.sections_of(len(pieces) * pieces[0].shape[state.dim])
+    sizes = [n // len(pieces) for n in sections]
     by_rank = [piece.split(sizes, dim=state.dim) for piece in pieces]
     return torch.cat([part for section in zip(*by_rank) for part in section], dim=state.dim)

@@ -132,11 +132,15 @@ def _vocabulary_rows(call: Call, _size: int) -> Iterable[Choice]:
 
 
 def _cross_entropy_form(call: Call) -> Form | None:
-    """Positions may be cut where nothing is averaged over them."""
-    kept = "n" if call.output else "n!"
+    """Positions may be cut: each rank sums over its own."""
     if len(call.shapes) != 2 or len(call.shapes[0]) != 2 or len(call.shapes[1]) != 1:
         return None
-    return letters(f"{kept} c!, {kept} -> {kept if call.output else ''}", NONLINEAR)(call)
+    return letters(f"n c!, n -> {'n' if call.output else ''}", NONLINEAR)(call)
+
+
+def _cross_entropy_parts(call: Call) -> str:
+    """A mean over positions is over those of all ranks that count."""
+    return "position_cross_entropy" if call.arguments.get("reduction") == 1 else "local"
 
 
 def _cut_classes(call: Call, _size: int) -> Iterable[Choice]:
@@ -171,7 +175,9 @@ ROWS: Mapping[str, Row] = {
         for name in ("conv1d", "conv2d", "conv3d", "convolution")
     },
     "aten.embedding": Row(letters("v! h, ... -> ... h"), special=_vocabulary_rows),
-    "aten.cross_entropy_loss": Row(_cross_entropy_form, special=_cut_classes),
+    "aten.cross_entropy_loss": Row(
+        _cross_entropy_form, special=_cut_classes, cut_implementation=_cross_entropy_parts
+    ),
     "aten.mse_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
     "aten.l1_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
 }
