@@ -300,7 +300,7 @@ class Plan:
         """BadPlanError unless the plan was made for this profile as it is now."""
         if profile.name != self.hardware:
             raise _foreign("hardware", self.hardware, profile.name)
-        if profile.fingerprint != self.hardware_fingerprint:
+        if self.hardware_fingerprint and profile.fingerprint != self.hardware_fingerprint:
             since = "the profile changed since"
             raise _foreign("hardware_fingerprint", self.hardware_fingerprint, profile.fingerprint, since)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from torch import fx
@@ -59,6 +59,7 @@ class HandPlans:
         micro_batch: int = 2,
         recompute: Sequence[str] = ("none",),
         zero: int = 0,
+        zero_shard: int = 0,
         schedule: str = "1f1b",
     ) -> Plan:
         """Regions spread evenly over the stages, ``recompute`` kinds in turn."""
@@ -81,6 +82,7 @@ class HandPlans:
         stages = tuple(Stage(tuple(entries[a:b])) for a, b in pairwise(cuts))
         microbatches = self.global_batch // dp // micro_batch
         part = Part("model", Mesh(pp, dp, tp), micro_batch, microbatches, schedule, zero, stages)
+        part = replace(part, zero_shard=zero_shard)
         return Plan(
             model=ModelIdentity(self.name, self.capture.source, self.capture.fingerprint, 0, 0),
             hardware="cpu",

@@ -197,6 +197,21 @@ def test_json_has_the_promised_entries(tmp_path: Path, capsys: pytest.CaptureFix
     assert told["stages"][1]["regions"] == ["model.layers.16-23", "model.layers.24-31", "head"]
 
 
+@pytest.mark.parametrize(
+    ("name", "fingerprint", "said"),
+    [("kunlun-p800", "0" * 16, "the profile changed since"), ("no-such-chip", "0" * 16, ""), ("cpu", "", "")],
+)
+def test_an_old_forecast_is_said_but_no_obstacle(
+    name: str, fingerprint: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A profile that was calibrated anew left plans with times that nobody had questioned."""
+    path = tmp_path / "plan.yaml"
+    dataclasses.replace(PLAN, hardware=name, hardware_fingerprint=fingerprint).save(path)
+    assert main(["show", str(path)]) == 0
+    told = capsys.readouterr().err
+    assert said in told if said else not told
+
+
 def test_the_largest_part_and_the_typical_layer_speak_for_the_plan() -> None:
     """Guards: a vision tower's mesh reported as the mesh of the whole model."""
     small = dataclasses.replace(llama_plan(stages=1, tp=1, dp=1, layers=4).parts[0], name="vision")

@@ -29,11 +29,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Write the new script; print the diff and how to launch it."""
     from autoplan.cli.launch import launch_of
+    from autoplan.cli.old_forecast import warn_of_old_forecast
     from autoplan.hardware import load_profile
     from autoplan.plan import Plan
 
     plan = Plan.load(args.plan)
     profile = load_profile(args.hw or plan.hardware)
+    warn_of_old_forecast(plan, profile)
     output = args.output or args.script.parent / f"{args.script.stem}_autoplan.py"
     rewrite = rewritten(args.script, args.plan, output)
     if output.resolve() == args.script.resolve():

@@ -55,11 +55,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _single(args: argparse.Namespace) -> CheckResult:
+    from autoplan.cli.old_forecast import warn_of_old_forecast
     from autoplan.plan import Plan
     from autoplan.runtime.check import Checker
     from autoplan.runtime.shrink import shrink
 
     plan = Plan.load(args.plan)
+    warn_of_old_forecast(plan)
     small = shrink(plan) if args.shrink else None
     checked = small.plan if small else plan
     model = args.model or _recorded_source(args.plan, plan)

@@ -32,11 +32,13 @@ def run(args: argparse.Namespace) -> int:
     """Rewrite into a file that goes away, start one process a device; the script's own exit code."""
     from autoplan.cli.apply import rewritten, write_script
     from autoplan.cli.launch import launch_of
+    from autoplan.cli.old_forecast import warn_of_old_forecast
     from autoplan.hardware import load_profile
     from autoplan.plan import Plan
 
     plan = Plan.load(args.plan)
     profile = load_profile(args.hw or plan.hardware)
+    warn_of_old_forecast(plan, profile)
     launch = launch_of(plan, profile)
     _require_devices(launch, profile, args)
     rewrite = rewritten(args.script, args.plan.resolve(), args.script)

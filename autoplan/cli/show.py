@@ -26,11 +26,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Load, draw what was asked for, print; 2 for a plan or a path that cannot be used."""
+    from autoplan.cli.old_forecast import warn_of_old_forecast
     from autoplan.plan import Plan
     from autoplan.report.summary import plan_summary_json
     from autoplan.report.terminal import print_plan
 
     plan = Plan.load(args.plan)
+    warn_of_old_forecast(plan)
     drawn = _draw(plan, args) + _write_stages(plan, args.stages)
     if args.json:
         print(json.dumps(plan_summary_json(plan, args.plan) | {"drawn": drawn}))

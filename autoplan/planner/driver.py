@@ -207,16 +207,16 @@ class _Finder:
             low, high = (low, middle) if self.holds(middle * node) else (middle, high)
         return high * node
 
-    def holds(self, devices: int, batch: int | None = None) -> bool:
-        """Whether something legal fits on ``devices``."""
+    def holds(self, devices: int, batch: int | None = None, pins: Pins | None = None) -> bool:
+        """Whether something legal fits on ``devices`` (``pins`` None: under the user's)."""
         self.say(f"trying whether {devices} devices hold the model")
         batch = batch or self.request.global_batch or self._default_batch(devices)
         try:
-            return fits_anywhere(self.pricing(devices, batch))
+            return fits_anywhere(self.pricing(devices, batch, self.pins if pins is None else pins))
         except BadInputError:
             return False
 
-    def pricing(self, devices: int, batch: int) -> Pricing:
+    def pricing(self, devices: int, batch: int, pins: Pins) -> Pricing:
         workload = Workload(
             devices=devices,
             global_batch=batch,
@@ -227,14 +227,14 @@ class _Finder:
             pins=tuple(self.request.pins),
             opaque=tuple(self.request.opaque),
         )
-        return Pricing(self.costs, self.profile, workload, self.pins, self.candidates(devices, batch))
+        return Pricing(self.costs, self.profile, workload, pins, self.candidates(devices, batch, pins))
 
-    def candidates(self, devices: int, batch: int) -> list[Candidate]:
+    def candidates(self, devices: int, batch: int, pins: Pins) -> list[Candidate]:
         most = min(devices, self.profile.devices_per_node)
         degrees = self.costs.tp_degrees(most)
-        if self.pins.tp and self.pins.tp not in degrees:
-            raise BadInputError(_tp_message(self.pins.tp, self.costs, degrees, most))
-        pins, sizes = runnable(self.capture, self.pins, batch)
+        if pins.tp and pins.tp not in degrees:
+            raise BadInputError(_tp_message(pins.tp, self.costs, degrees, most))
+        pins, sizes = runnable(self.capture, pins, batch)
         try:
             return candidates(devices, batch, degrees, len(self.costs.regions), pins, micro_batches=sizes)
         except BadInputError as error:
@@ -246,7 +246,7 @@ class _Finder:
             ) from error
 
     def solve(self, devices: int, batch: int) -> tuple[Pricing, Outcome]:
-        pricing = self.pricing(devices, batch)
+        pricing = self.pricing(devices, batch, self.pins)
         return pricing, solve(pricing, self.say)
 
     def _batch(self, devices: int, assumptions: list[str]) -> int:

@@ -21,11 +21,12 @@ HALVINGS = 7
 class Finder(Protocol):
     """What can try other settings of the same search."""
 
-    pins: Pins
+    @property
+    def pins(self) -> Pins: ...
 
     def smallest_devices(self, above: int) -> int | None: ...
 
-    def holds(self, devices: int, batch: int | None = None) -> bool: ...
+    def holds(self, devices: int, batch: int | None = None, pins: Pins | None = None) -> bool: ...
 
 
 def infeasible_message(pricing: Pricing, finder: Finder, devices: int, batch: int) -> str:
@@ -75,10 +76,6 @@ def _changes_that_fit(finder: Finder, devices: int, batch: int) -> list[str]:
     )
     if smaller is not None:
         changes.append(f"--global-batch {smaller}")
-    if finder.pins != Pins():
-        kept = finder.pins
-        finder.pins = Pins()
-        if finder.holds(devices, batch):
-            changes.append("the same command without --pin")
-        finder.pins = kept
+    if finder.pins != Pins() and finder.holds(devices, batch, Pins()):
+        changes.append("the same command without --pin")
     return changes

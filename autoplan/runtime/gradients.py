@@ -1,32 +1,33 @@
-"""The gradients of one rank after its last micro-batch in, gradients every rank agrees on out.
+"""The gradients of one rank, averaged over its replicas, in; gradients every rank agrees on out.
 
-Three things are left to do then: the mean over data-parallel replicas, the sum over the places where a
-tied parameter lives, and one norm for the whole model.
+Two things are left to do then: the sum over the places where a tied parameter lives, and one norm for the
+whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from autoplan.runtime.prepare import Home
 from autoplan.runtime.ranks import Ranks
+from autoplan.runtime.replication import Replicas
+from autoplan.runtime.weights import local_of
 from autoplan_passes.states import State, cut_tensor, join_tensors, parse_state
-
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter on this rank and the home it has here."""
+    """A parameter as the optimizer updates it on this rank, the home it has here, and its replicas."""
 
     home: Home
     parameter: nn.Parameter
+    replicas: Replicas
 
     @property
     def state(self) -> State:
@@ -45,29 +46,6 @@ class TiedParameter:
     @property
     def placed_alike(self) -> bool:
         return len({home.placement for home in self.homes}) == 1
-
-
-def mean_over_replicas(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """Average the gradients over the replicas (dp x cp), in buckets of one dtype."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat, group=ranks.group("replicas"))
-        flat /= ranks.shape.replicas
-        for gradient, piece in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
-            gradient.copy_(piece.view_as(gradient))
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    for gradient in gradients:
-        held = sum(other.nbytes for other in bucket)
-        if bucket and (bucket[0].dtype != gradient.dtype or held + gradient.nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        yield bucket
 
 
 def set_aside(tied: Iterable[TiedParameter]) -> None:
@@ -92,8 +70,7 @@ def sum_over_homes(tied: Iterable[TiedParameter], ranks: Ranks) -> None:
 def _sum_alike(tied: TiedParameter, ranks: Ranks) -> None:
     # Homes on one stage share one storage when placed alike, so there is exactly one here.
     gradient = _gradient(tied.owned[0].parameter)
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    dist.all_reduce(local, group=tied.group)
+    dist.all_reduce(local_of(gradient), group=tied.group)
 
 
 def _sum_whole(tied: TiedParameter, ranks: Ranks) -> None:
@@ -112,21 +89,24 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def store_whole(place: torch.Tensor, whole: torch.Tensor, state: State, ranks: Ranks) -> None:
-    """Write this rank's piece of a whole tensor into a parameter or gradient. Collective under ZeRO."""
+    """Write this rank's piece of a whole tensor into a parameter or gradient."""
     store_local(place, cut_tensor(whole, state, ranks.tp, ranks.shape.tp).contiguous())
 
 
 def store_local(place: torch.Tensor, piece: torch.Tensor) -> None:
-    """Write a tp piece into ``place``, of which this replica may hold a shard alone (then collective)."""
+    """Write a tp piece into ``place``, of which this replica may hold a shard alone."""
     if isinstance(place, DTensor):
-        shard = distribute_tensor(piece, place.device_mesh, place.placements)
-        place.to_local().copy_(shard.to_local())
+        (dim,) = (p.dim for p in place.placements if isinstance(p, Shard))
+        shards, own = place.device_mesh.size(-1), place.device_mesh.get_local_rank(-1)
+        pieces = piece.chunk(shards, dim)
+        if own < len(pieces):
+            place.to_local().copy_(pieces[own])
     else:
         place.copy_(piece)
 
 
 def whole_tensor(value: torch.Tensor, state: State, ranks: Ranks) -> torch.Tensor:
-    """This rank's piece to the whole tensor: gathered over dp (ZeRO-3 shards) and tp. Collective."""
+    """This rank's piece to the whole tensor: gathered over replicas (ZeRO shards) and tp. Collective."""
     local = value.full_tensor() if isinstance(value, DTensor) else value
     if not state.is_shard or ranks.shape.tp == 1:
         return local.clone()
@@ -136,17 +116,16 @@ def whole_tensor(value: torch.Tensor, state: State, ranks: Ranks) -> torch.Tenso
 
 
 def global_norm(owned: Iterable[Owned], first_homes: frozenset[Home], ranks: Ranks) -> torch.Tensor:
-    """The 2-norm of all gradients of the model, each parameter counted once over pp, dp, tp and ties."""
+    """The 2-norm of all gradients of the model, each parameter counted once over all axes and ties."""
     squares: list[torch.Tensor] = []
     for item in owned:
         gradient = item.parameter.grad
         if gradient is None or item.home not in first_homes:
             continue
         sharded = isinstance(gradient, DTensor)
-        counts = (item.state.is_shard or ranks.tp == 0) and (sharded or ranks.replica == 0)
-        if counts:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            squares.append(_square_sum(local))
+        first = item.replicas.is_first_of_shard if sharded else item.replicas.is_first
+        if first and (item.state.is_shard or ranks.tp == 0):
+            squares.append(_square_sum(local_of(gradient)))
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)
     total = total.to(torch.float64)
     dist.all_reduce(total)
@@ -162,5 +141,5 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) ->
     """Multiply every gradient in place."""
     for parameter in parameters:
         if parameter.grad is not None:
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            local = local_of(parameter.grad)
             local.mul_(factor.to(local.dtype))

@@ -48,25 +48,27 @@ def build_stage(
     constants: Mapping[str, torch.Tensor],
     place: Place,
     dtype: torch.dtype | None = None,
-    buffer_dtype: torch.dtype | None = None,
+    sharded_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The stage with the user's weights, each cut to this rank's piece and moved to its device.
 
-    ``dtype`` is what floating-point parameters become, ``buffer_dtype`` buffers (None: as in the model).
+    ``dtype`` is what floating-point parameters and buffers become, ``sharded_dtype`` trained parameters
+    that can be sharded, which single numbers cannot (None: as in the model).
     """
     vars(module)["DEVICE"] = place.device
     with torch.device("meta"):
         stage: nn.Module = module.Stage()
     for row in source.parameters:
         whole = _value(tensors, row.name)
-        piece = cut_tensor(_as(whole.detach(), dtype), parse_state(row.placement), place.tp_rank, place.tp)
+        kept = sharded_dtype if whole.requires_grad and whole.dim() else dtype
+        piece = cut_tensor(_as(whole.detach(), kept), parse_state(row.placement), place.tp_rank, place.tp)
         copied = piece.to(device=place.device, copy=True).contiguous()
         set_tensor(stage, row.path, nn.Parameter(copied, requires_grad=whole.requires_grad))
     for path, home in source.tied_paths.items():
         set_tensor(stage, path, tensor_at(stage, home))
     for path, name in source.buffers.items():
         value = _value({**constants, **tensors}, name)
-        set_tensor(stage, path, _as(value.detach(), buffer_dtype).to(device=place.device, copy=True))
+        set_tensor(stage, path, _as(value.detach(), dtype).to(device=place.device, copy=True))
     return stage
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoplan.plan import Plan
 from autoplan.runtime.agreement import require_equal
@@ -21,7 +22,6 @@ from autoplan.runtime.gradients import (
     Owned,
     TiedParameter,
     global_norm,
-    mean_over_replicas,
     scale_gradients,
     set_aside,
     store_whole,
@@ -29,13 +29,17 @@ from autoplan.runtime.gradients import (
     whole_tensor,
 )
 from autoplan.runtime.load import Place, build_stage, import_stage, model_tensors, tensor_at
-from autoplan.runtime.master import MasterWeights
 from autoplan.runtime.pipeline import LossRunner, Pipeline
 from autoplan.runtime.prepare import Home, RunProgram, single_part, trace_and_prepare
 from autoplan.runtime.randomness import StepRandomness
 from autoplan.runtime.ranks import Ranks, join_ranks, tied_group
-from autoplan.runtime.sharded import shard_over_replicas
+from autoplan.runtime.reduction import GradientReduction
+from autoplan.runtime.replication import join_replicas, replicas_of
+from autoplan.runtime.rounding import WeightRefresh
+from autoplan.runtime.sharded import ShardedStage
 from autoplan.runtime.weighting import piece_weights
+from autoplan.runtime.weights import Trained, train_shard, train_whole
+from autoplan_codegen.stage import StageSource
 from autoplan_passes.states import cut_tensor, parse_state
 
 SEED_REMEDY = "Put torch.manual_seed(0) before the line that builds the model."
@@ -66,19 +70,23 @@ class ParallelModel:
             for name, canonical in self._state_names.items()
             if canonical not in planned
         }
-        self._sharded = program.part.zero > 0 and ranks.shape.replicas > 1
-        self._masters = MasterWeights()
-        # ZeRO keeps its shards in fp32 and rounds what it gathers, so it needs no further masters.
+        part = program.part
+        self._zero = part.zero if ranks.shape.replicas > 1 else 0
+        self._replicas = join_replicas(ranks, part.zero_shard if self._zero else 0)
         self._low = program.low_precision
-        stored = torch.float32 if self._low and self._sharded else self._low
+        # FSDP2 keeps its shards in fp32 and rounds what it gathers.
+        stored = torch.float32 if self._low and self._zero > 1 else self._low
         module = import_stage(source, ranks.pp, stages_dir)
         if hasattr(module, "bind"):
             vars(module)["bind"]({axis: ranks.group(axis) for axis in ranks.region_axes})
         place = Place(ranks.shape.tp, ranks.tp, ranks.device)
-        self.stage = build_stage(module, source, tensors, program.constants, place, stored, self._low)
-        if self._sharded:
-            shard_over_replicas(self.stage, source, ranks, program.part.zero, self._low)
-        self._owned = tuple(self._own(home, tensors) for home in program.homes if home.stage == ranks.pp)
+        self.stage = build_stage(module, source, tensors, program.constants, place, self._low, stored)
+        homes = [home for home in program.homes if home.stage == ranks.pp]
+        self._fully_sharded = self._shard(homes, source) if self._zero > 1 else None
+        trained: dict[nn.Parameter, Trained] = {}
+        self._owned = tuple(self._own(home, tensors, trained) for home in homes)
+        self._refresh = WeightRefresh(list(trained.values()), [self.stage])
+        self._reduction = GradientReduction(list(trained.values()), part.microbatches)
         self._tied = tuple(self._tie(name) for name in program.tied)
         first = {home.name: home for home in reversed(program.homes)}
         self._first_homes = frozenset(first.values())
@@ -99,12 +107,14 @@ class ParallelModel:
             require_equal(tensors_of(batch), "global batch", BATCH_REMEDY, self.ranks.device)
             self._fed = True
         set_aside(self._tied)
-        self._masters.round()
+        parts = [part for part in (self._refresh, self._reduction, self._fully_sharded) if part is not None]
+        for part in parts:
+            part.begin()
         with self._randomness.use():
             loss = self._runner.run(*self._share(pieces, weights))
+        for part in parts:
+            part.finish()
         if self.ranks.shape.replicas > 1:
-            if not self._sharded:
-                mean_over_replicas(self.parameters(), self.ranks)
             dist.all_reduce(loss, group=self.ranks.group("replicas"))
             loss /= self.ranks.shape.replicas
         sum_over_homes(self._tied, self.ranks)
@@ -194,15 +204,27 @@ class ParallelModel:
 
     def _dtype(self, home: Home) -> torch.dtype:
         facts = self.program.parameters[home.name]
-        return torch.float32 if self._low and (facts.differentiable or self._sharded) else facts.dtype
+        return torch.float32 if self._low and facts.differentiable else facts.dtype
 
-    def _own(self, home: Home, tensors: dict[str, torch.Tensor]) -> Owned:
-        parameter = tensor_at(self.stage, home.path)
-        if self._low and not self._sharded:
-            state = parse_state(home.placement)
-            exact = cut_tensor(tensors[home.name], state, self.ranks.tp, self.ranks.shape.tp)
-            parameter = self._masters.add(parameter, exact)
-        return Owned(home, parameter)
+    def _shard(self, homes: list[Home], source: StageSource) -> ShardedStage:
+        """Put the stage under FSDP2 (a single number is not shared out)."""
+        at_home = {home: tensor_at(self.stage, home.path) for home in homes}
+        shared = {p: replicas_of(home, self._replicas) for home, p in at_home.items() if p.dim()}
+        part = self.program.part
+        return ShardedStage(self.stage, source, shared, self._zero, part.microbatches, self._low)
+
+    def _own(
+        self, home: Home, tensors: dict[str, torch.Tensor], trained: dict[nn.Parameter, Trained]
+    ) -> Owned:
+        parameter: nn.Parameter = tensor_at(self.stage, home.path)
+        replicas = replicas_of(home, self._replicas)
+        if isinstance(parameter.data, DTensor) or not parameter.requires_grad:
+            return Owned(home, parameter, replicas)
+        exact = tensors[home.name].detach()
+        exact = cut_tensor(exact, parse_state(home.placement), self.ranks.tp, self.ranks.shape.tp)
+        exact = exact.to(torch.float32) if self._low else exact
+        trained[parameter] = (train_shard if self._zero else train_whole)(parameter, exact, replicas)
+        return Owned(home, trained[parameter].updated, replicas)
 
     def _tie(self, name: str) -> TiedParameter:
         homes = self.program.homes_of(name)

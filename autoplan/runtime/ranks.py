@@ -74,22 +74,28 @@ def join_ranks(shape: Mesh) -> Ranks:
     return Ranks(shape, mesh, device, dist.get_rank(), *place, extra=_extra_groups(shape))
 
 
-def _extra_groups(shape: Mesh) -> dict[str, dist.ProcessGroup]:
-    """Groups over several axes, or over a part of one; every rank makes all of them in the same order."""
+def members(shape: Mesh, name: str) -> torch.Tensor:
+    """The ranks of every group of a kind, a row each: ``replicas``, ``ep`` or ``expert_replicas``."""
     outer = shape.dp // shape.ep
     ranks = torch.arange(shape.devices).view(shape.pp, outer, shape.ep, shape.cp, shape.tp)
-    members = {
-        "replicas": ranks.permute(0, 4, 1, 2, 3).reshape(-1, shape.replicas),
-        "ep": ranks.permute(0, 1, 3, 4, 2).reshape(-1, shape.ep),
-        "expert_replicas": ranks.permute(0, 2, 4, 1, 3).reshape(-1, outer * shape.cp),
-    }
+    if name == "replicas":
+        return ranks.permute(0, 4, 1, 2, 3).reshape(-1, shape.replicas)
+    if name == "ep":
+        return ranks.permute(0, 1, 3, 4, 2).reshape(-1, shape.ep)
+    return ranks.permute(0, 2, 4, 1, 3).reshape(-1, outer * shape.cp)
+
+
+def own_group(groups: torch.Tensor) -> dist.ProcessGroup:
+    """Make a group of every row of ranks, which together are all ranks; this process's (*collective*)."""
+    own, _ = dist.new_subgroups_by_enumeration(groups.tolist())
+    assert isinstance(own, dist.ProcessGroup)  # every rank is in one of the groups
+    return own
+
+
+def _extra_groups(shape: Mesh) -> dict[str, dist.ProcessGroup]:
+    """Groups over several axes, or over a part of one; every rank makes all of them in the same order."""
     wanted = ["replicas", *(["ep", "expert_replicas"] if shape.ep > 1 else [])]
-    made: dict[str, dist.ProcessGroup] = {}
-    for name in wanted:
-        own, _ = dist.new_subgroups_by_enumeration(members[name].tolist())
-        assert isinstance(own, dist.ProcessGroup)  # every rank is in one of the groups
-        made[name] = own
-    return made
+    return {name: own_group(members(shape, name)) for name in wanted}
 
 
 def launch_line(shape: Mesh) -> str:
