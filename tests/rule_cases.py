@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from autoplan_passes import collectives, ring
+
 aten = torch.ops.aten
 D = torch.float64
 
@@ -247,6 +249,24 @@ CASES: tuple[Case, ...] = (
     Case(aten.scatter.src, (r(2, 4), 1, torch.tensor([[0, 1, 3], [2, 0, 1]]), r(2, 3))),
     Case(aten.scatter_add.default, (r(2, 6), 1, ids(6, 2, 4), r(2, 4))),
     Case(aten.slice_scatter.default, (r(2, 6, 4), r(2, 2, 4), 1, 0, 2)),
+    # collectives of an earlier axis
+    Case(collectives.copy_to, (r(2, 4), "cp")),
+    Case(collectives.reduce_from, (r(2, 4), "cp")),
+    Case(collectives.once, (r(2, 4), "cp")),
+    Case(collectives.first_of, (r(2, 4), "cp")),
+    Case(collectives.on_first_rank, (r(2, 4), "cp")),
+    Case(collectives.gather_from, (r(2, 4), 1, "cp")),
+    Case(collectives.gather_reduce, (r(2, 4, 6), 1, "cp", (4, 4))),
+    Case(collectives.reduce_scatter, (r(2, 4, 6), 1, "cp")),
+    Case(collectives.scatter_to, (r(2, 4, 6), 0, "cp")),
+    Case(collectives.slice_of, (r(2, 8, 6), 1, "cp", (4, 4))),
+    Case(collectives.embed_piece, (r(2, 4), 1, "cp")),
+    Case(collectives.all_to_all, (r(2, 4, 8, 6), 1, 2, "cp"), cuts=((0, 2, (4, 4)),)),
+    Case(collectives.all_to_all, (r(2, 8, 4, 6), 2, 1, "cp"), cuts=((0, 1, (4, 4)), (OUT, 2, (4, 4)))),
+    Case(ring.ring_attention, (*heads(), None, True, 0.5, True, "cp")),
+    Case(ring.ring_attention, (*heads(), mask(2, 4, 4, 8), False, 0.5, False, "cp")),
+    Case(ring.ring_attention, (r(2, 8, 4, 2), r(2, 4, 4, 2), r(2, 4, 4, 2), None, True, 0.5, True, "cp")),
+    Case(ring.ring_attention, (r(2, 8, 4, 2), r(2, 1, 4, 2), r(2, 1, 4, 2), None, False, 0.5, True, "cp")),
 )
 
 

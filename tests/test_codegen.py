@@ -18,8 +18,7 @@ from autoplan.plan import Plan, Stage
 from autoplan.runtime.prepare import prepare, single_part
 from autoplan_codegen.expressions import FUNCTIONS, METHODS, OPERATORS, render
 from autoplan_codegen.names import free_name
-from autoplan_codegen.prelude import prelude_source
-from autoplan_passes import collectives
+from autoplan_codegen.prelude import PRELUDE_MODULES, prelude_source
 from autoplan_passes.stages import split_stages
 
 MODELS = Path(__file__).parent / "models"
@@ -144,9 +143,10 @@ def test_free_name(wanted: str, taken: tuple[str, ...], expected: str) -> None:
 
 def test_prelude_stands_by_itself() -> None:
     """Every public collective, cut out with what it uses, runs without the module it came from."""
-    names = [n for n, f in vars(collectives).items() if inspect.isfunction(f) and not n.startswith("_")]
+    modules = [vars(module).items() for module in PRELUDE_MODULES]
+    names = [n for items in modules for n, f in items if inspect.isfunction(f) and not n.startswith("_")]
     for name in names:
-        imports, source = prelude_source(collectives, [name])
+        imports, source = prelude_source([name])
         scope: dict[str, object] = {}
         exec("\n".join(("from __future__ import annotations", *imports)) + "\n" + source, scope)
         assert callable(scope[name])

@@ -37,7 +37,9 @@ class Threads:
     def size(self) -> int:
         return self.count
 
-    def reduce(self, x: torch.Tensor, _axis: str, how: str = "sum") -> torch.Tensor:
+    def reduce(self, x: torch.Tensor, axis: str, how: str = "sum") -> torch.Tensor:
+        if axis != "tp":
+            return x.clone()
         self.board[self.own.rank] = x.detach()
         self.barrier.wait()
         stacked = torch.stack(self.board)
@@ -226,7 +228,7 @@ def backward_ranks(outputs: Sequence[Any], gradients: Sequence[torch.Tensor]) ->
 @pytest.fixture(autouse=True)
 def simulated_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    before = collectives.bind({"tp": GROUP})
+    before = collectives.bind({"tp": GROUP, "cp": collectives.DryGroup(0, WAYS)})
     monkeypatch.setattr(collectives, "_all_reduce", GROUP.reduce)
     yield
     collectives.bind(before)
@@ -252,7 +254,7 @@ def check_case(case: Case) -> list[list[Rule]]:
 
 
 def case_name(case: Case) -> str:
-    return str(case.op).removeprefix("aten.")
+    return getattr(case.op, "__qualname__", str(case.op)).removeprefix("aten.")
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)

@@ -16,6 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoplan.errors import UnsupportedOpError
+from autoplan_codegen.prelude import is_prelude_function
 
 OPERATORS: Mapping[str, str] = {
     "aten.add.Tensor": "+",
@@ -133,7 +134,7 @@ def call_name(node: fx.Node) -> str:
     target: Any = node.target
     if isinstance(target, OpOverload):
         return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
-    if callable(target) and getattr(target, "__module__", "") == "autoplan_passes.collectives":
+    if callable(target) and is_prelude_function(target):
         return str(target.__name__)
     raise UnsupportedOpError(
         f"Expected an operator of torch in the graph, found {target!r} at node {node.name}; "

@@ -1,7 +1,8 @@
 """The collectives a stage uses in, the piece of source that defines them out.
 
-The source is that of ``autoplan_passes.collectives``: the top-level definitions asked for and whatever they
-use in turn, in their order there, so that a generated file stands by itself.
+The source is that of ``autoplan_passes.collectives`` and of the modules built on it: the top-level
+definitions asked for and whatever they use in turn, in their order there, so that a generated file stands
+by itself.
 """
 
 from __future__ import annotations
@@ -9,23 +10,35 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
+from autoplan_passes import collectives, ring
+
+# A module uses those before it.
+PRELUDE_MODULES: tuple[ModuleType, ...] = (collectives, ring)
+
+OWN_IMPORTS = ("__future__", *(module.__name__ for module in PRELUDE_MODULES))
 _REMARKS = re.compile(r"  # (pyright: ignore|noqa).*")  # for the tools of this project, not for the reader
 
 
-def prelude_source(module: ModuleType, names: Iterable[str]) -> tuple[tuple[str, ...], str]:
+def prelude_source(
+    names: Iterable[str], modules: Sequence[ModuleType] = PRELUDE_MODULES
+) -> tuple[tuple[str, ...], str]:
     """The import lines needed and the definitions of ``names`` with all they use."""
-    source = inspect.getsource(module)
-    tree = ast.parse(source)
-    definitions = {name: node for node in tree.body for name in _defined(node)}
+    sources = [inspect.getsource(module) for module in modules]
+    statements = [(source, node) for source in sources for node in ast.parse(source).body]
+    definitions = {name: node for _, node in statements for name in _defined(node)}
     needed = _closure(definitions, names)
-    body = [node for node in tree.body if any(name in needed for name in _defined(node))]
-    pieces = [_text(source, node) for node in body]
-    used = {name for node in body for name in _used(node)}
-    imports = tuple(line for node in tree.body for line in _import_lines(node, used))
-    return imports, "\n\n\n".join(pieces)
+    kept = [(source, node) for source, node in statements if any(name in needed for name in _defined(node))]
+    used = {name for _, node in kept for name in _used(node)}
+    imports = _import_lines([node for _, node in statements], used)
+    return imports, "\n\n\n".join(_text(source, node) for source, node in kept)
+
+
+def is_prelude_function(target: object) -> bool:
+    """Whether a graph's call is to a function that generated files carry a copy of."""
+    return getattr(target, "__module__", "") in {module.__name__ for module in PRELUDE_MODULES}
 
 
 def _defined(node: ast.stmt) -> tuple[str, ...]:
@@ -61,13 +74,21 @@ def _text(source: str, node: ast.stmt) -> str:
     return _REMARKS.sub("", "\n".join(lines[first - 1 : node.end_lineno]))
 
 
-def _import_lines(node: ast.stmt, used: set[str]) -> Iterable[str]:
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            if (alias.asname or alias.name.split(".")[0]) in used:
-                yield f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
-    elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
-        kept = [alias for alias in node.names if (alias.asname or alias.name) in used]
-        if kept:
-            parts = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in kept]
-            yield f"from {node.module} import {', '.join(parts)}"
+def _import_lines(statements: Sequence[ast.stmt], used: set[str]) -> tuple[str, ...]:
+    """What of the modules' imports is used, a line a module."""
+    plain: dict[str, None] = {}
+    taken: dict[str, set[str]] = {}
+    for node in statements:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if (alias.asname or alias.name.split(".")[0]) in used:
+                    plain[f"import {_alias_text(alias)}"] = None
+        elif isinstance(node, ast.ImportFrom) and node.module not in OWN_IMPORTS:
+            names = {_alias_text(alias) for alias in node.names if (alias.asname or alias.name) in used}
+            taken.setdefault(str(node.module), set()).update(names)
+    lines = [f"from {module} import {', '.join(sorted(names))}" for module, names in taken.items() if names]
+    return (*plain, *lines)
+
+
+def _alias_text(alias: ast.alias) -> str:
+    return alias.name + (f" as {alias.asname}" if alias.asname else "")

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from autoplan_codegen.expressions import call_name, render
 from autoplan_codegen.names import free_name
+from autoplan_codegen.prelude import is_prelude_function
 
 RESERVED = frozenset({"torch", "nn", "F", "aten", "dist", "self", "checkpoint", "DEVICE", "slice", "float"})
 INDENT = "    "
@@ -49,7 +50,7 @@ def emit_region_class(
     placeholders = {kind: [n for n in nodes if n.meta.get("kind") == kind] for kind in _KINDS}
     buffers = [*placeholders["buffer"], *placeholders["constant"]]
     calls = [node for node in nodes if node.op == "call_function"]
-    functions = tuple(dict.fromkeys(call_name(n) for n in calls if _is_collective(n)))
+    functions = tuple(dict.fromkeys(call_name(n) for n in calls if is_prelude_function(n.target)))
     attributes = _attributes([*placeholders["parameter"], *buffers])
     names: dict[fx.Node, str] = {node: f"self.{text}" for node, text in attributes.items()}
     _name_values(names, [*placeholders["input"], *calls], {*RESERVED, *functions})
@@ -109,10 +110,6 @@ def dtype_text(dtype: torch.dtype) -> str:
     return str(dtype)
 
 
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "__module__", "") == "autoplan_passes.collectives"
-
-
 def _name_values(names: dict[fx.Node, str], nodes: Iterable[fx.Node], taken: set[str]) -> None:
     """Give every value a name of its own: after the weight it is made with, else after its op."""
     fixed = frozenset(taken)
@@ -124,7 +121,7 @@ def _name_values(names: dict[fx.Node, str], nodes: Iterable[fx.Node], taken: set
 
 def _wanted_name(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     weights = [n for n in node.all_input_nodes if n.meta.get("kind") == "parameter"]
-    if node.op == "call_function" and weights and not _is_collective(node):
+    if node.op == "call_function" and weights and not is_prelude_function(node.target):
         owner = re.sub(r"_?(weight|bias)_?$", "", names[weights[0]].removeprefix("self."))
         if owner:
             return owner

@@ -19,8 +19,7 @@ from torch import fx
 from autoplan_codegen.names import free_name
 from autoplan_codegen.prelude import prelude_source
 from autoplan_codegen.region_class import INDENT, RESERVED, RegionClass, emit_region_class
-from autoplan_passes import collectives
-from autoplan_passes.recompute import SAVED_OPS
+from autoplan_passes.recompute import SAVED_OPS, SAVED_OWN_OPS
 from autoplan_passes.stages import RegionCall, StageProgram
 
 GraphKey = tuple[str, str]
@@ -68,7 +67,7 @@ def emit_stage(
     """Write ``stage_K.py``. ``graphs`` holds the local graph of every call's ``graph_key``."""
     classes = _classes(program, graphs, facts)
     used = {name for region_class in classes.values() for name in region_class.functions}
-    imports, prelude = prelude_source(collectives, [*used, *(["bind"] if used else [])])
+    imports, prelude = prelude_source([*used, *(["bind"] if used else [])])
     recompute = {call.recompute for call in program.calls}
     parameters, tied_paths = _parameter_rows(program, classes)
     buffers = _buffer_rows(program, classes, graphs)
@@ -77,6 +76,7 @@ def emit_stage(
         _imports(recompute, imports),
         _header(recompute),
         prelude,
+        _own_saved_ops(used, recompute),
         *(region_class.source for region_class in classes.values()),
         _stage_class(program, classes, facts, tied_paths),
         _tables(parameters, buffers),
@@ -178,6 +178,12 @@ def _header(recompute: set[str]) -> str:
             f"{INDENT}return create_selective_checkpoint_contexts(SAVED)",
         ]
     return "\n".join(lines)
+
+
+def _own_saved_ops(used: set[str], recompute: set[str]) -> str:
+    """Ops that the prelude defines join those that are kept."""
+    names = [f"torch.ops.{op}" for function, op in SAVED_OWN_OPS.items() if function in used]
+    return f"SAVED += [{', '.join(names)}]" if names and "selective" in recompute else ""
 
 
 def _stage_class(

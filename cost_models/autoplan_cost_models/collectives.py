@@ -24,6 +24,9 @@ from autoplan.hardware import CollectiveFit, HardwareProfile
 # thousands of devices.
 RING_KINDS = frozenset({"all_gather", "reduce_scatter"})
 RING_HOP_S = 14e-6
+# Compute and communication that run at once slow each other down by about this much, an estimate:
+# Galvatron (PKU-DAIR/Hetu-Galvatron) ships 1.126 as the coefficient it measured.
+OVERLAP_SLOWDOWN = 1.126
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ def sent_bytes(kind: str, message_bytes: float, ranks: int) -> float:
     return own * traffic_factor(kind, ranks)
 
 
+def overlap_adds_s(compute_s: float, traffic_s: float) -> float:
+    """What traffic alongside adds to compute: ``c min(a, b) + |a - b|`` in all, less the compute."""
+    together = OVERLAP_SLOWDOWN * min(compute_s, traffic_s) + abs(compute_s - traffic_s)
+    return together - compute_s
+
+
 @dataclass(frozen=True)
 class Links:
     """Collective times on one cluster; ``fits[tier][kind]`` come from the profile."""
@@ -71,6 +80,8 @@ class Links:
         inside = span.ranks_within(self.profile.devices_per_node)
         if kind == "p2p":
             return self._point_to_point(message_bytes, span)
+        if kind == "ring":
+            return (span.size - 1) * self._point_to_point(message_bytes / span.size, self._next_on_ring(span))
         if kind == "all_to_all":
             message_bytes /= span.size
         if inside == span.size:
@@ -81,6 +92,8 @@ class Links:
         """Names of the estimated quantities that ``seconds`` reads for this collective."""
         if span.size <= 1 or kind == "none":
             return frozenset()
+        if kind == "ring":
+            return self.estimated("p2p", self._next_on_ring(span))
         inside = span.ranks_within(self.profile.devices_per_node)
         names: set[str] = set()
         if inside > 1 and self._node_fit(kind, inside, span).tag == "estimated":
@@ -88,6 +101,11 @@ class Links:
         if inside < span.size and self._network_fit(kind, span.size // inside).tag == "estimated":
             names.add(f"{kind} across nodes")
         return frozenset(names)
+
+    def _next_on_ring(self, span: Span) -> Span:
+        """The slowest hop of a ring: across nodes where the group spans several."""
+        node = self.profile.devices_per_node
+        return Span(2, span.stride if span.ranks_within(node) == span.size else max(node, span.stride))
 
     def _point_to_point(self, message_bytes: float, span: Span) -> float:
         inside_node = span.stride < self.profile.devices_per_node

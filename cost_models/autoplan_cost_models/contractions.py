@@ -31,7 +31,7 @@ from autoplan_cost_models.products import PRODUCTS, Product
 # FlashAttention-2 (arXiv 2307.08691), section 4.1, counts 2.5x.
 ATTENTION_BACKWARD_FLOPS = 2.5
 
-ATTENTION = ("scaled_dot_product_attention",)
+ATTENTION = ("scaled_dot_product_attention", "ring_attention")
 # A name with one of these words in it multiplies matrices: it must never be priced as a pass over memory.
 CONTRACTION_WORDS = re.compile(
     r"(^|_)((?!comm)\w*mm|\w*matmul|conv(?!ert)\w*|einsum|\w*linear|lstm|gru|rnn|\w*attention)(_|\d|$)"
@@ -113,19 +113,28 @@ def _gemm(product: Product, m: float, n: float, k: float, dtype: str, traffic: f
 
 
 def _attention(node: fx.Node) -> tuple[Kernel, Kernel]:
-    """FLOPs of ``sdpa_flop_count``; causal square attention does half of the work."""
+    """FLOPs of ``sdpa_flop_count``; causal square attention does half of the work.
+
+    On a ring (``meta["ring"]``: ranks, and whether zigzag evens out the causal work) the rows meet the keys
+    of every rank, block by block; without zigzag the last rank's rows see nearly all of them.
+    """
     query, key, value = (tensor_argument(node.args[i]) for i in range(3))
     assert query is not None and key is not None and value is not None
-    causal = bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))
+    ranks, even = node.meta.get("ring", (1, True))
+    place = 4 if op_name(node) == "ring_attention" else 5
+    causal = bool(node.args[place] if len(node.args) > place else node.kwargs.get("is_causal", False))
     batch, rows, columns = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
-    flops = 2.0 * batch * rows * columns * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)
-    traffic = float(bytes_of(query) + bytes_of(key) + bytes_of(value) + node_bytes(node))
+    seen = ranks * (1.0 if not causal else 0.5 if even else 1 - 0.5 / ranks)
+    flops = 2.0 * batch * rows * columns * (query.shape[-1] + value.shape[-1]) * seen
+    traffic = float(bytes_of(query) + ranks * (bytes_of(key) + bytes_of(value)) + node_bytes(node))
     head_dim = (query.shape[-1] + value.shape[-1]) / 2
     dtype = dtype_name(query)
     shape = (float(batch), float(rows), float(columns), head_dim, causal)
-    forward = Kernel("attention", dtype, traffic, flops, *shape)
+    forward = Kernel("attention", dtype, traffic, flops, *shape, launches=ranks)
     # The backward reads q, k, v, out and the output's gradient, and writes three gradients.
-    backward = Kernel("attention", dtype, 2 * traffic, ATTENTION_BACKWARD_FLOPS * flops, *shape)
+    backward = Kernel(
+        "attention", dtype, 2 * traffic, ATTENTION_BACKWARD_FLOPS * flops, *shape, launches=ranks
+    )
     return forward, backward
 
 

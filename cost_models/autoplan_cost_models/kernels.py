@@ -11,9 +11,16 @@ from typing import Literal
 
 Kind = Literal["gemm", "grouped_gemm", "attention", "memory", "collective", "free"]
 Direction = Literal["forward", "backward"]
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p", "ring"]
 
-COLLECTIVE_KINDS: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+COLLECTIVE_KINDS: tuple[str, ...] = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "p2p",
+    "ring",
+)
 CONTRACTION_KINDS: tuple[str, ...] = ("gemm", "grouped_gemm", "attention")
 
 
@@ -40,7 +47,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective on ``bytes``: the full (gathered or unreduced) size of the tensor it works on."""
+    """One collective on ``bytes``: the full (gathered or unreduced) size of the tensor it works on.
+
+    A ``ring`` passes every rank's piece of the tensor to all others, while its operation computes.
+    """
 
     kind: str
     bytes: float

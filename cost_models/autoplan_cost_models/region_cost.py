@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoplan.hardware import HardwareProfile
-from autoplan_cost_models.collectives import Links, Span, sent_bytes
+from autoplan_cost_models.collectives import Links, Span, overlap_adds_s, sent_bytes
 from autoplan_cost_models.compute import Speeds
+from autoplan_cost_models.kernel_table import Floats
 from autoplan_cost_models.kernels import Operation
 from autoplan_cost_models.layout_prices import NodePrices
 from autoplan_cost_models.memory import NamedBytes
@@ -42,10 +43,11 @@ class RegionCost:
     """One region on one rank, for one micro-batch.
 
     ``forward_s`` and ``backward_s`` are compute alone; ``tp_forward_s`` and ``tp_backward_s`` the
-    collectives of the tp axis, none hidden behind compute. The mappings are keyed by recompute kind:
-    extra backward time (collectives run again included); bytes kept per micro-batch in flight (the
-    region's inputs included, its outputs not: they are the next region's inputs; ``side_items``, read by
-    every block, apart: a stage counts them once); bytes that live only while the region runs.
+    collectives of the axes inside the region: of a ring what shows beside its attention, else all. The
+    mappings are keyed by recompute kind: extra backward time (collectives run again included); bytes kept
+    per micro-batch in flight (the region's inputs included, its outputs not: they are the next region's
+    inputs; ``side_items``, read by every block, apart: a stage counts them once); bytes that live only while
+    the region runs.
     ``model_flops`` is three times the forward contractions of the whole region, causal attention half.
     ``estimated`` names the estimated quantities used.
     """
@@ -106,7 +108,7 @@ class CostModel:
         steps = work.steps_to(micro_batch)
         seconds = self.speeds.seconds(table)
         backward = float(np.sum(seconds[table.is_backward]))
-        collectives = self._collectives(work, steps, spans)
+        collectives = self._collectives(work, steps, spans, seconds)
         again = {kind: float(np.sum(seconds[flags])) for kind, flags in work.run_again.items()}
         again["full"] += sum(one.again_s for one in collectives)
         saved, transient = work.memory.saved_items(steps), work.memory.transient_items(steps)
@@ -142,14 +144,19 @@ class CostModel:
         return NodePrices(self.speeds, self.links, span)
 
     def _collectives(
-        self, work: RegionWork, steps: float, spans: Mapping[str, Span]
+        self, work: RegionWork, steps: float, spans: Mapping[str, Span], compute: Floats
     ) -> tuple[CollectiveCost, ...]:
+        """``compute``: seconds of every kernel, behind which a ring hides."""
         found: list[CollectiveCost] = []
         for form in work.collectives:
             size, span = form.size.at(steps), spans[form.axis]
             counts = (form.forward, form.backward, form.recomputed)
             one_s, sent = self.links.seconds(form.kind, size, span), sent_bytes(form.kind, size, span.size)
-            seconds, amounts = (one_s * n for n in counts), (sent * n for n in counts)
+            seconds, amounts = [one_s * n for n in counts], (sent * n for n in counts)
+            if form.behind >= 0:
+                own, is_backward = work.table.operation == form.behind, work.table.is_backward
+                hidden = [float(np.sum(compute[own & flags])) for flags in (~is_backward, is_backward)]
+                seconds = [overlap_adds_s(h, s) if s else 0.0 for h, s in zip([*hidden, hidden[0]], seconds)]
             found.append(CollectiveCost(form.kind, form.axis, *seconds, *amounts))
         return tuple(found)
 

@@ -36,7 +36,7 @@ class ParameterUse:
 @dataclass(frozen=True)
 class CollectiveForm:
     """Equal collectives of a region: their size, and how many run forward, backward and again when
-    everything is recomputed."""
+    everything is recomputed. ``behind`` is the operation that computes meanwhile; -1: none does."""
 
     kind: str
     axis: str
@@ -44,6 +44,7 @@ class CollectiveForm:
     forward: int
     backward: int
     recomputed: int
+    behind: int = -1
 
 
 @dataclass(frozen=True)
@@ -131,26 +132,32 @@ def _contraction_flops(found: Sequence[Operation]) -> float:
     return sum(operation.forward_flops for operation in found if operation.kind in CONTRACTION_KINDS)
 
 
+FormKey = tuple[str, str, Form, int]
+
+
 def _collective_forms(
     found: Sequence[Sequence[Operation]], samples: int, last_saver: int
 ) -> tuple[CollectiveForm, ...]:
     """Group calls of equal kind, axis and size; the calls of the two micro-batches correspond by position."""
-    counts: Counter[tuple[str, str, Form, str]] = Counter()
+    counts: Counter[tuple[FormKey, str]] = Counter()
     for index, same in enumerate(zip(*found)):
         for call in zip(*(operation.forward_collectives for operation in same)):
-            counts[(*_call_form(call, samples), "forward")] += 1
-            counts[(*_call_form(call, samples), "recomputed")] += 1 if index < last_saver else 0
+            key = _form_key(call, samples, index)
+            counts[key, "forward"] += 1
+            counts[key, "recomputed"] += 1 if index < last_saver else 0
         for call in zip(*(operation.backward_collectives for operation in same)):
-            counts[(*_call_form(call, samples), "backward")] += 1
-    shapes = dict.fromkeys(key[:3] for key in counts)
+            counts[_form_key(call, samples, index), "backward"] += 1
     return tuple(
-        CollectiveForm(*shape, *(counts[(*shape, when)] for when in ("forward", "backward", "recomputed")))
-        for shape in shapes
+        CollectiveForm(
+            *key[:3], *(counts[key, when] for when in ("forward", "backward", "recomputed")), behind=key[3]
+        )
+        for key in dict.fromkeys(key for key, _ in counts)
     )
 
 
-def _call_form(call: Sequence[CollectiveCall], samples: int) -> tuple[str, str, Form]:
-    return call[0].kind, call[0].axis, Form.through([one.bytes for one in call], samples)
+def _form_key(call: Sequence[CollectiveCall], samples: int, operation: int) -> FormKey:
+    size = Form.through([one.bytes for one in call], samples)
+    return call[0].kind, call[0].axis, size, operation if call[0].kind == "ring" else -1
 
 
 def _parameters(graph: fx.Graph) -> tuple[ParameterUse, ...]:

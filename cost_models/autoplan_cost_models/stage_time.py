@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.plan import Mesh
-from autoplan_cost_models.collectives import Span
+from autoplan_cost_models.collectives import Span, overlap_adds_s
 from autoplan_cost_models.region_cost import CostModel, RegionCost
 from autoplan_cost_models.stage_memory import PlacedRegion
 from autoplan_cost_models.training_state import StateBytes, gradient_bytes
@@ -17,9 +17,6 @@ from autoplan_cost_models.training_state import StateBytes, gradient_bytes
 # Share of the once-a-step gradient all-reduce (ZeRO 0 to 2) that nothing hides: the runtime starts it
 # after the last micro-batch's backward, so all of it.
 GRADIENT_SYNC_EXPOSED = 1.0
-# Compute and communication that run at once slow each other down by about this much, an estimate:
-# Galvatron (PKU-DAIR/Hetu-Galvatron) ships 1.126 as the coefficient it measured.
-OVERLAP_SLOWDOWN = 1.126
 
 
 @dataclass(frozen=True)
@@ -72,13 +69,7 @@ def zero_exposed_s(
     reduce = cost_model.collective_s("reduce_scatter", gradient_bytes(cost.trainable_numel, dtype, 3), span)
     forward = cost.forward_s + cost.tp_forward_s
     backward = cost.backward_s + cost.tp_backward_s + cost.recompute_s[recompute]
-    return _overlap_adds_s(forward, gather), _overlap_adds_s(backward, gather + reduce)
-
-
-def _overlap_adds_s(compute_s: float, traffic_s: float) -> float:
-    """What traffic alongside adds to compute: ``c min(a, b) + |a - b|`` in all, less the compute."""
-    together = OVERLAP_SLOWDOWN * min(compute_s, traffic_s) + abs(compute_s - traffic_s)
-    return together - compute_s
+    return overlap_adds_s(forward, gather), overlap_adds_s(backward, gather + reduce)
 
 
 def stage_seconds(

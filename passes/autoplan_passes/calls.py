@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ def schema_defaults(op: OpOverload) -> dict[str, Any]:
     """Names of an op's arguments, in order, with their default values (None where there is none)."""
     arguments = op._schema.arguments  # pyright: ignore[reportPrivateUsage] - torch has no public schema
     return {a.name: a.default_value if a.has_default_value() else None for a in arguments}
+
+
+@lru_cache
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a Python function's arguments, in order; an item is taken of ``input`` at ``index``."""
+    return ("input", "index") if function is operator.getitem else tuple(signature(function).parameters)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -85,7 +92,7 @@ class Call:
     def arguments(self) -> Mapping[str, Any]:
         target = self.node.target
         if not isinstance(target, OpOverload):
-            return dict(zip(("input", "index"), self.node.args))
+            return {**dict(zip(parameter_names(target), self.node.args)), **self.node.kwargs}
         defaults = schema_defaults(target)
         return {**defaults, **dict(zip(defaults, self.node.args)), **self.node.kwargs}
 

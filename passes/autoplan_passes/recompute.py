@@ -26,3 +26,6 @@ SAVED_OPS: tuple[str, ...] = (
     "_c10d_functional.wait_tensor.default",
 )
 """Dispatched ops whose outputs are saved (``linear`` and ``matmul`` arrive as ``mm``, ``addmm``, ``bmm``)."""
+
+SAVED_OWN_OPS = {"ring_attention": "autoplan.ring_forward.default"}
+"""Ops that the functions of ``autoplan_passes`` define where they are used, saved too."""

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autoplan_passes import table_contractions, table_dims, table_indexing, table_pointwise
+from autoplan_passes import (
+    table_collectives,
+    table_contractions,
+    table_dims,
+    table_indexing,
+    table_pointwise,
+)
 from autoplan_passes.calls import Call, first_tensor, op_name, overload_name, shape_of, tensor_inputs
 from autoplan_passes.dims import ADDEND, FACTOR, OUTPUT, Cut, Form, carry, narrow, place
 from autoplan_passes.rows import Choice, Row
@@ -23,6 +29,7 @@ ROWS: dict[str, Row] = {
     **table_contractions.ROWS,
     **table_dims.ROWS,
     **table_indexing.ROWS,
+    **table_collectives.ROWS,
 }
 
 

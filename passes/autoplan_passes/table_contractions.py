@@ -61,14 +61,24 @@ def _einsum_form(call: Call) -> Form | None:
 
 
 def _attention_form(call: Call) -> Form | None:
-    """Batch and heads may be cut, and queries where no causal mask counts them; keys and values may not.
+    """Batch and heads may be cut, and queries where no causal mask counts them; keys and values may not."""
+    query, causal = call.shapes[0], bool(call.arguments.get("is_causal"))
+    grouped = len(query) > 3 and bool(call.arguments.get("enable_gqa"))
+    return _heads_form(call, grouped, {"q"} if causal or query[len(query) - 2] == 1 else set[str]())
 
-    With ``enable_gqa`` the query heads are groups of the kv heads: cut whole groups, or cut inside every
-    group with keys and values replicated.
+
+def _ring_form(call: Call) -> Form | None:
+    """Attention whose sequence another axis cuts: batch and heads may be cut."""
+    return _heads_form(call, True, {"q"})
+
+
+def _heads_form(call: Call, grouped: bool, blocked: set[str]) -> Form:
+    """Attention of fewer kv heads than query heads (``grouped``): the query heads are groups of the kv heads.
+
+    Whole groups may be cut, or the inside of every group, with keys and values replicated.
     """
     query, key = call.shapes[0], call.shapes[1]
-    rank, causal = len(query), bool(call.arguments.get("is_causal"))
-    grouped = rank > 3 and bool(call.arguments.get("enable_gqa")) and query[-3] != key[-3]
+    rank, grouped = len(query), grouped and query[-3] != key[-3]
     sizes = {f"b{i}": n for i, n in enumerate(query[:-2])} | {"q": query[-2]}
     if grouped:
         del sizes[f"b{rank - 3}"]
@@ -87,7 +97,6 @@ def _attention_form(call: Call) -> Form | None:
     inputs += [
         dims(shape, ("q",) if len(shape) > 1 and shape[-2] == query[-2] else ()) for shape in call.shapes[3:]
     ]
-    blocked = {"q"} if causal or query[-2] == 1 else set[str]()
     return Form(tuple(inputs), dims(call.output, ("q",)), sizes, NONLINEAR * len(inputs), frozenset(blocked))
 
 
@@ -170,6 +179,7 @@ ROWS: Mapping[str, Row] = {
     "aten._grouped_mm": Row(letters(GROUPED)),
     "transformers.grouped_mm_fallback": Row(letters(GROUPED)),
     "aten.scaled_dot_product_attention": Row(_attention_form),
+    "ring_attention": Row(_ring_form),
     **{
         f"aten.{name}": Row(_conv_form, _local_conv_groups)
         for name in ("conv1d", "conv2d", "conv3d", "convolution")

@@ -118,7 +118,7 @@ def _local_interleave(local: Local) -> dict[str, Any]:
     return {"repeats": size // local.shapes[0][dim], "output_size": size}
 
 
-def _piece_bounds(call: Call) -> tuple[int, int] | None:
+def piece_of_slice(call: Call) -> tuple[int, int] | None:
     """Start and length of a slice; None where it steps."""
     size, step = call.shapes[0][call.dim(default=0)], call.arguments.get("step", 1)
     start, stop = call.arguments.get("start"), call.arguments.get("end")
@@ -127,7 +127,7 @@ def _piece_bounds(call: Call) -> tuple[int, int] | None:
 
 
 def _slice_form(call: Call) -> Form | None:
-    dim, bounds = call.dim(default=0), _piece_bounds(call)
+    dim, bounds = call.dim(default=0), piece_of_slice(call)
     if bounds == (0, call.shapes[0][dim]):
         return along(lambda _: [], ADDEND)(call)
     if bounds is None:
@@ -136,7 +136,7 @@ def _slice_form(call: Call) -> Form | None:
 
 
 def _local_slice(local: Local) -> dict[str, Any]:
-    dim, bounds = local.call.dim(default=0), _piece_bounds(local.call)
+    dim, bounds = local.call.dim(default=0), piece_of_slice(local.call)
     if bounds is None or not (local.inputs[0].is_shard and local.inputs[0].dim == dim):
         return {}
     return {"start": bounds[0] // local.ways, "end": sum(bounds) // local.ways}
