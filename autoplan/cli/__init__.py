@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.errors import AutoplanError, BadInputError
 
-COMMANDS = ("search", "show", "check", "apply", "run", "validate", "hw")
+COMMANDS = ("search", "show", "check", "apply", "run", "explain", "export", "price", "validate", "hw")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -115,16 +115,19 @@ def search_capture(
     assumptions: list[str],
     start: float,
     say: Callable[[str], None],
+    costs: ModelCosts | None = None,
 ) -> Plan:
-    """The best plan for a captured model."""
+    """The best plan for a captured model; ``costs`` are those of an earlier search of it, if any."""
     _require_trainable(capture)
-    costs = ModelCosts(capture, CostModel(profile, capture.dtype), say)
+    capture_s = 0.0 if costs else capture.capture_s
+    costs = costs or ModelCosts(capture, CostModel(profile, capture.dtype), say)
+    spent_before_s = costs.spent_s
     require_pinned_regions(pins, [region.name for region in costs.regions])
     if request.optimizer is None:
         assumptions.append("optimizer adamw (--optimizer)")
     if not request.sizes:
         assumptions.append(f"{capture.tokens_per_sample} tokens a sample, from example_inputs (--sequence)")
-    finder = _Finder(capture, profile, costs, request, pins, say)
+    finder = Finder(capture, profile, costs, request, pins, say)
     devices, batch = finder.devices_and_batch(assumptions)
     if capture.coupled_at:
         assumptions.append(f"dp=1 and micro_batch={batch}, the global batch: its samples share one loss")
@@ -143,8 +146,9 @@ def search_capture(
         wall_s=ended - began,
         space=SPACE,
     )
-    rest_s = ended - start - capture.capture_s - costs.spent_s
-    walls = {"capture": capture.capture_s, "cost": costs.spent_s, "search": rest_s}
+    spent_s = costs.spent_s - spent_before_s
+    walls = {"capture": capture_s, "cost": spent_s}
+    walls["search"] = ended - start - sum(walls.values())
     return Plan(
         model=_identity(capture),
         hardware=profile.name,
@@ -160,7 +164,7 @@ def search_capture(
     )
 
 
-class _Finder:
+class Finder:
     """Fills in devices and batch, and solves for given ones; the capture and costs are shared."""
 
     def __init__(

@@ -6,6 +6,7 @@ Comes in: a capture and a cost model. Goes out: layouts, measured work and costs
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -58,6 +59,12 @@ class ModelCosts:
         # A layout is chosen for two samples, where dims that merge samples with tokens show it.
         self._batch = max(2, capture.batch) if capture.batch_form.known else capture.batch
         mark_dims(capture, self.regions, self._base_graph, self._batch)
+
+    def repriced(self, cost_model: CostModel) -> ModelCosts:
+        """The same layouts and measured work at other prices."""
+        other = copy.copy(self)
+        other.cost_model, other._costs = cost_model, {}
+        return other
 
     def _graph(self, class_id: str, batch: int) -> fx.GraphModule:
         """The class's graph at one micro-batch."""

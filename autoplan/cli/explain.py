@@ -1,0 +1,86 @@
+"""``autoplan explain``: a plan in, what limits it and what other choices would cost out, each re-solved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autoplan.plan import Plan
+    from autoplan.planner.what_if import WhatIf
+    from autoplan.report.explain import Claim
+
+TITLES = {
+    "limit": "what limits this plan",
+    "alternative": "one setting changed, everything else solved again",
+    "shadow price": "what more or less would buy",
+    "why": "the other values",
+    "why not": "the best plan with it",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+    parser = subparsers.add_parser(
+        "explain", help="say why a plan is what it is, and what others cost", description=__doc__
+    )
+    parser.add_argument("plan", type=Path, metavar="plan.yaml")
+    parser.add_argument("--model", type=Path, metavar="model.py", help="where the model's file is now")
+    parser.add_argument("--hw", help="the chip's profile, where the plan's own name for it is not known")
+    parser.add_argument("--why", metavar="KEY=VALUE", help="why the plan has it: tp=8")
+    parser.add_argument("--why-not", metavar="KEY=VALUE", help="what it would cost: pp=4")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Capture the model once, solve every question, print claims."""
+    from autoplan.cli.progress import progress
+    from autoplan.hardware import load_profile
+    from autoplan.plan import Plan
+    from autoplan.report.explain import explain, why, why_not
+
+    plan = Plan.load(args.plan)
+    profile = load_profile(args.hw or plan.hardware)
+    with progress(quiet=args.json) as say:
+        what_if = _what_if(plan, args.model, profile, say)
+        claims: list[Claim] = []
+        claims += why(what_if, args.why) if args.why else []
+        claims += why_not(what_if, args.why_not) if args.why_not else []
+        claims = claims or explain(what_if)
+    if args.json:
+        print(json.dumps({"plan": str(args.plan), "claims": [asdict(claim) for claim in claims]}))
+        return 0
+    _say(plan, claims)
+    return 0
+
+
+def _what_if(plan: Plan, model: Path | None, profile: object, say: Callable[[str], None]) -> WhatIf:
+    from autoplan.capture import capture_model
+    from autoplan.hardware import HardwareProfile
+    from autoplan.planner.what_if import WhatIf
+
+    assert isinstance(profile, HardwareProfile)
+    work = plan.workload
+    say(f"tracing {model or plan.model.source}")
+    capture = capture_model(
+        model or plan.model.source, dtype=work.dtype, sizes=work.sizes, opaque=work.opaque
+    )
+    plan.require_model(capture.fingerprint, capture.name)
+    return WhatIf(plan, capture, profile, say)
+
+
+def _say(plan: Plan, claims: list[Claim]) -> None:
+    from autoplan.report.explain import by_kind, shape
+    from autoplan.units import seconds_text
+
+    step = f": {seconds_text(plan.prediction.step_time_s)} a step" if plan.prediction else ""
+    print(f"{plan.model.name} on {plan.workload.devices} x {plan.hardware}: {shape(plan)}{step}")
+    for kind, group in by_kind(claims).items():
+        print(f"\n{TITLES[kind]}")
+        for claim in group:
+            print(f"  {claim.text}")

@@ -1,0 +1,132 @@
+"""``autoplan price``: a model and pins in, seconds and bytes of that plan out; once, or a line per request.
+
+With ``--requests FILE`` (``-`` is standard input) every line is a JSON object with ``pins`` (a list) and
+optional ``devices`` and ``global_batch``, and every answer is one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from autoplan.cli.search import add_workload_options, sizes_of
+from autoplan.errors import AutoplanError, BadInputError
+from autoplan.units import GIB, bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from autoplan.planner.pricer import Pricer, Quote
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("price", help="price a plan made by hand", description=__doc__)
+    parser.add_argument("model", help="model.py with build_model() and example_inputs(), or a config.json")
+    add_workload_options(parser)
+    parser.add_argument("--requests", metavar="FILE", help="price every line of a file, or of - (stdin)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: it fits; 1: it does not. With ``--requests`` 0, and every line says for itself."""
+    from autoplan.cli.progress import output_to_stderr, progress
+    from autoplan.planner.pricer import Pricer
+
+    with output_to_stderr(args.json or bool(args.requests)), progress(quiet=args.json) as say:
+        pricer = Pricer(
+            args.model,
+            hw=args.hw,
+            devices=args.devices,
+            global_batch=args.global_batch,
+            dtype=args.dtype or "bf16",
+            optimizer=args.optimizer or "adamw",
+            sizes=sizes_of(args),
+            opaque=args.opaque,
+            say=say,
+        )
+        quote = None if args.requests else pricer.price(args.pin)
+    if quote is None:
+        for line in _lines(args.requests):
+            print(json.dumps(_answer(pricer, line)), flush=True)
+        return 0
+    if args.json:
+        print(json.dumps(_told(quote)))
+    else:
+        _say(quote)
+    return 0 if quote.fits else 1
+
+
+def _lines(requests: str) -> Iterator[str]:
+    if requests == "-":
+        yield from sys.stdin
+        return
+    try:
+        with open(requests, encoding="utf-8") as file:  # noqa: PTH123 - read line by line, as it is answered
+            yield from file
+    except OSError as error:
+        raise BadInputError(f"cannot read --requests {requests}: {error.strerror}.") from None
+
+
+def _answer(pricer: Pricer, line: str) -> dict[str, Any]:
+    """The price, or ``error`` with what was wrong with the line."""
+    try:
+        asked: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        return {"error": f'expected one JSON object a line, such as {{"pins": ["tp=8"]}}: {error}.'}
+    known = {"pins", "devices", "global_batch"}
+    if not isinstance(asked, dict) or not set(asked) <= known:
+        return {"error": f"expected an object with {', '.join(sorted(known))} and nothing else."}
+    pins = asked.get("pins", [])
+    if not isinstance(pins, list) or not all(isinstance(pin, str) for pin in pins):
+        return {"error": 'pins: expected a list of texts, such as ["tp=8", "pp=2"].'}
+    try:
+        quote = pricer.price(pins, devices=asked.get("devices"), global_batch=asked.get("global_batch"))
+    except AutoplanError as error:
+        return {"error": str(error)}
+    return _told(quote)
+
+
+def _told(quote: Quote) -> dict[str, Any]:
+    part, items = quote.part, quote.memory_items
+    return {
+        "step_time_s": quote.step_time_s,
+        "tokens_per_s": quote.tokens_per_s,
+        "mfu": quote.mfu,
+        "fits": quote.fits,
+        "memory_gib": {
+            "peak": quote.memory_peak_bytes / GIB,
+            "limit": quote.memory_limit_bytes / GIB,
+            "peak_items": [{"name": name, "gib": size / GIB} for name, size in items.items()],
+        },
+        "breakdown_s": dict(quote.breakdown_s),
+        "mesh": asdict(quote.mesh),
+        "micro_batch": part.micro_batch,
+        "microbatches": part.microbatches,
+        "zero": part.zero,
+        "schedule": part.schedule,
+        "choices": quote.choices,
+    }
+
+
+def _say(quote: Quote) -> None:
+    part = quote.part
+    batches = f"micro-batch {part.micro_batch} x {part.microbatches}"
+    print(f"{part.mesh}, {batches}, {part.schedule}, ZeRO {part.zero}")
+    print(
+        f"step {seconds_text(quote.step_time_s)}   {quote.tokens_per_s:,.0f} tokens/s   MFU {quote.mfu:.1%}"
+    )
+    verdict = "fits" if quote.fits else "DOES NOT FIT"
+    print(
+        f"memory {bytes_text(quote.memory_peak_bytes)} of {bytes_text(quote.memory_limit_bytes)}: {verdict}"
+    )
+    for name, size in sorted(quote.memory_items.items(), key=lambda item: -item[1])[:5]:
+        print(f"  {bytes_text(size):>10}  {name}")
+    spent = ", ".join(
+        f"{name.replace('_', ' ')} {seconds_text(s)}" for name, s in quote.breakdown_s.items() if s
+    )
+    print(f"time: {spent}")
+    if quote.choices > 1:
+        print(f"the pins left {quote.choices} plans open; this is the fastest with balanced stages")
