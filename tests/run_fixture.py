@@ -61,6 +61,7 @@ class HandPlans:
         zero: int = 0,
         zero_shard: int = 0,
         schedule: str = "1f1b",
+        vpp: int = 1,
     ) -> Plan:
         """Regions spread evenly over the stages, ``recompute`` kinds in turn."""
         layouts: dict[str, Layout] = {}
@@ -78,10 +79,10 @@ class HandPlans:
             RegionPlan(region.name, region.class_id, recompute[i % len(recompute)])
             for i, region in enumerate(self.regions)
         ]
-        cuts = [len(entries) * i // pp for i in range(pp + 1)]
+        cuts = [len(entries) * i // (pp * vpp) for i in range(pp * vpp + 1)]
         stages = tuple(Stage(tuple(entries[a:b])) for a, b in pairwise(cuts))
         microbatches = self.global_batch // dp // micro_batch
-        part = Part("model", Mesh(pp, dp, tp), micro_batch, microbatches, schedule, zero, stages)
+        part = Part("model", Mesh(pp, dp, tp), micro_batch, microbatches, schedule, zero, stages, vpp)
         part = replace(part, zero_shard=zero_shard)
         return Plan(
             model=ModelIdentity(self.name, self.capture.source, self.capture.fingerprint, 0, 0),

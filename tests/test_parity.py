@@ -74,6 +74,31 @@ FURTHER = {
     "one micro-batch": {"pp": 2, "micro_batch": 8},
     "all axes": {"pp": 2, "dp": 2, "tp": 2},
     "tp4": {"tp": 4},
+    "interleaved": {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"},
+    "interleaved pieces": {
+        "pp": 2,
+        "vpp": 2,
+        "tp": 2,
+        "schedule": "interleaved_1f1b",
+        "recompute": ("full",),
+    },
+    "interleaved ZeRO-3": {"pp": 2, "vpp": 2, "dp": 2, "zero": 3, "schedule": "interleaved_1f1b"},
+    "interleaved replicas": {"pp": 2, "vpp": 2, "dp": 2, "schedule": "interleaved_1f1b"},
+    "interleaved in odd groups": {
+        "pp": 2,
+        "vpp": 2,
+        "micro_batch": 1,
+        "dp": 1,
+        "schedule": "interleaved_1f1b",
+    },
+    "stages of one rank": {"vpp": 4, "schedule": "interleaved_1f1b"},
+    "gpipe over stages": {"pp": 2, "vpp": 2, "schedule": "gpipe"},
+    "zero bubble": {"pp": 2, "schedule": "zb_h1"},
+    "zero bubble, recompute": {"pp": 2, "schedule": "zb_h1", "recompute": ("full", "selective")},
+    "zero bubble of pieces": {"pp": 2, "tp": 2, "schedule": "zb_h1"},
+    "zero bubble of replicas": {"pp": 2, "dp": 2, "schedule": "zb_h1"},
+    "zero bubble over stages": {"pp": 2, "vpp": 2, "schedule": "zb_h1", "recompute": ("none", "full")},
+    "zero bubble on many ranks": {"pp": 4, "micro_batch": 1, "schedule": "zb_h1"},
 }
 
 

@@ -36,7 +36,8 @@ class Owned:
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter with several homes: all of them, those here, and the group of the stages that have one."""
+    """A parameter with several homes: all of them, the storages here (one where they are placed alike and not
+    sharded), and the group of the pipeline ranks that have one (None: this rank alone)."""
 
     homes: tuple[Home, ...]
     owned: tuple[Owned, ...]
@@ -68,9 +69,13 @@ def sum_over_homes(tied: Iterable[TiedParameter], ranks: Ranks) -> None:
 
 
 def _sum_alike(tied: TiedParameter, ranks: Ranks) -> None:
-    # Homes on one stage share one storage when placed alike, so there is exactly one here.
-    gradient = _gradient(tied.owned[0].parameter)
-    dist.all_reduce(local_of(gradient), group=tied.group)
+    places = [local_of(_gradient(owned.parameter)) for owned in tied.owned]
+    total = places[0] if len(places) == 1 else torch.stack(places).sum(0)
+    if tied.group is not None:
+        dist.all_reduce(total, group=tied.group)
+    for place in places:
+        if place is not total:
+            place.copy_(total)
 
 
 def _sum_whole(tied: TiedParameter, ranks: Ranks) -> None:

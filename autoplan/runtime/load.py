@@ -72,6 +72,22 @@ def build_stage(
     return stage
 
 
+def share_parameters(
+    stage: nn.Module, source: StageSource, held: dict[tuple[str, str], nn.Parameter]
+) -> None:
+    """Give a stage the parameters that an earlier stage of this rank holds already, placed alike.
+
+    ``held`` maps (name, placement) to them, and takes up the stage's own.
+    """
+    for row in source.parameters:
+        own = tensor_at(stage, row.path)
+        shared = held.setdefault((row.name, row.placement), own)
+        if shared is not own:
+            paths = [path for path, home in source.tied_paths.items() if home == row.path]
+            for path in (row.path, *paths):
+                set_tensor(stage, path, shared)
+
+
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers of a model by every name they have; refuses a model without weights."""
     tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))

@@ -28,8 +28,15 @@ from autoplan.runtime.gradients import (
     sum_over_homes,
     whole_tensor,
 )
-from autoplan.runtime.load import Place, build_stage, import_stage, model_tensors, tensor_at
-from autoplan.runtime.pipeline import LossRunner, Pipeline
+from autoplan.runtime.load import (
+    Place,
+    build_stage,
+    import_stage,
+    model_tensors,
+    share_parameters,
+    tensor_at,
+)
+from autoplan.runtime.pipeline import Pipeline, RankStage
 from autoplan.runtime.prepare import Home, RunProgram, single_part, trace_and_prepare
 from autoplan.runtime.randomness import StepRandomness
 from autoplan.runtime.ranks import Ranks, join_ranks, tied_group
@@ -39,7 +46,6 @@ from autoplan.runtime.rounding import WeightRefresh
 from autoplan.runtime.sharded import ShardedStage
 from autoplan.runtime.weighting import piece_weights
 from autoplan.runtime.weights import Trained, train_shard, train_whole
-from autoplan_codegen.stage import StageSource
 from autoplan_passes.states import cut_tensor, parse_state
 
 SEED_REMEDY = "Put torch.manual_seed(0) before the line that builds the model."
@@ -60,7 +66,6 @@ class ParallelModel:
         self, program: RunProgram, model: nn.Module, ranks: Ranks, stages_dir: Path | None = None
     ) -> None:
         self.program, self.ranks, self.rank, self.mesh = program, ranks, ranks.rank, ranks.mesh
-        source = program.sources[ranks.pp]
         tensors = model_tensors(model)
         require_equal(tensors, "weights", SEED_REMEDY, ranks.device)
         self._state_names = _state_names(model, tensors)
@@ -76,22 +81,29 @@ class ParallelModel:
         self._low = program.low_precision
         # FSDP2 keeps its shards in fp32 and rounds what it gathers.
         stored = torch.float32 if self._low and self._zero > 1 else self._low
-        module = import_stage(source, ranks.pp, stages_dir)
-        if hasattr(module, "bind"):
-            vars(module)["bind"]({axis: ranks.group(axis) for axis in ranks.region_axes})
-        place = Place(ranks.shape.tp, ranks.tp, ranks.device)
-        self.stage = build_stage(module, source, tensors, program.constants, place, self._low, stored)
-        homes = [home for home in program.homes if home.stage == ranks.pp]
-        self._fully_sharded = self._shard(homes, source) if self._zero > 1 else None
+        held: dict[tuple[str, str], nn.Parameter] = {}
+        here: list[RankStage] = []
+        for number in range(ranks.pp, len(program.stages), ranks.shape.pp):
+            source = program.sources[number]
+            code = import_stage(source, number, stages_dir)
+            if hasattr(code, "bind"):
+                vars(code)["bind"]({axis: ranks.group(axis) for axis in ranks.region_axes})
+            place = Place(ranks.shape.tp, ranks.tp, ranks.device)
+            stage = build_stage(code, source, tensors, program.constants, place, self._low, stored)
+            here.append(RankStage(number, stage, code))
+            if self._zero < 2:
+                share_parameters(stage, source, held)
+        self.stages = {stage.number: stage.module for stage in here}
+        self._fully_sharded = [self._shard(number) for number in self.stages] if self._zero > 1 else []
         trained: dict[nn.Parameter, Trained] = {}
+        homes = [home for home in program.homes if home.stage in self.stages]
         self._owned = tuple(self._own(home, tensors, trained) for home in homes)
-        self._refresh = WeightRefresh(list(trained.values()), [self.stage])
-        self._reduction = GradientReduction(list(trained.values()), part.microbatches)
+        self._refresh = WeightRefresh(list(trained.values()), list(self.stages.values()))
+        self._reduction = GradientReduction(list(trained.values()))
         self._tied = tuple(self._tie(name) for name in program.tied)
         first = {home.name: home for home in reversed(program.homes)}
         self._first_homes = frozenset(first.values())
-        runner = Pipeline if ranks.shape.pp > 1 else LossRunner
-        self._runner = runner(self.stage, program, ranks)
+        self._pipeline = Pipeline(here, program, ranks)
         self._randomness = StepRandomness(ranks)
         self._fed = False
 
@@ -107,11 +119,11 @@ class ParallelModel:
             require_equal(tensors_of(batch), "global batch", BATCH_REMEDY, self.ranks.device)
             self._fed = True
         set_aside(self._tied)
-        parts = [part for part in (self._refresh, self._reduction, self._fully_sharded) if part is not None]
+        parts = [self._refresh, self._reduction, *self._fully_sharded]
         for part in parts:
             part.begin()
         with self._randomness.use():
-            loss = self._runner.run(*self._share(pieces, weights))
+            loss = self._pipeline.run(*self._share(pieces, weights))
         for part in parts:
             part.finish()
         if self.ranks.shape.replicas > 1:
@@ -132,14 +144,14 @@ class ParallelModel:
         return [to_device(piece, self.program, self.ranks.device) for piece in pieces[own]], weights[own]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in the user's model."""
-        for owned in self._owned:
-            yield owned.home.name, owned.parameter
+        """This rank's parameters by their names in the user's model, each once."""
+        for parameter, name in {owned.parameter: owned.home.name for owned in self._owned}.items():
+            yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for the optimizer."""
-        for owned in self._owned:
-            yield owned.parameter
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     def zero_grad(self) -> None:
         """Forget all gradients of this rank."""
@@ -191,14 +203,15 @@ class ParallelModel:
             if gradients and not facts.differentiable:
                 continue
             value = torch.empty(facts.shape, dtype=self._dtype(home), device=self.ranks.device)
-            if home.stage == self.ranks.pp:
+            if home.stage in self.stages:
                 owned = next(item for item in self._owned if item.home == home)
                 own = owned.parameter.grad if gradients else owned.parameter.detach()
                 own = torch.zeros_like(owned.parameter) if own is None else own
                 value = whole_tensor(own, owned.state, self.ranks)
             if self.ranks.shape.pp > 1:
                 value = value.contiguous()
-                dist.broadcast(value, src=self.ranks.rank_at(pp=home.stage), group=self.ranks.group("pp"))
+                source = self.ranks.rank_at(pp=home.stage % self.ranks.shape.pp)
+                dist.broadcast(value, src=source, group=self.ranks.group("pp"))
             whole[home.name] = value.cpu()
         return whole
 
@@ -206,31 +219,34 @@ class ParallelModel:
         facts = self.program.parameters[home.name]
         return torch.float32 if self._low and facts.differentiable else facts.dtype
 
-    def _shard(self, homes: list[Home], source: StageSource) -> ShardedStage:
-        """Put the stage under FSDP2 (a single number is not shared out)."""
-        at_home = {home: tensor_at(self.stage, home.path) for home in homes}
+    def _shard(self, number: int) -> ShardedStage:
+        """Put a stage under FSDP2 (a single number is not shared out)."""
+        part, source, stage = self.program.part, self.program.sources[number], self.stages[number]
+        homes = [home for home in self.program.homes if home.stage == number]
+        at_home = {home: tensor_at(stage, home.path) for home in homes}
         shared = {p: replicas_of(home, self._replicas) for home, p in at_home.items() if p.dim()}
-        part = self.program.part
-        return ShardedStage(self.stage, source, shared, self._zero, part.microbatches, self._low)
+        return ShardedStage(stage, source, shared, self._zero, part.microbatches, self._low)
 
     def _own(
         self, home: Home, tensors: dict[str, torch.Tensor], trained: dict[nn.Parameter, Trained]
     ) -> Owned:
-        parameter: nn.Parameter = tensor_at(self.stage, home.path)
+        parameter: nn.Parameter = tensor_at(self.stages[home.stage], home.path)
         replicas = replicas_of(home, self._replicas)
         if isinstance(parameter.data, DTensor) or not parameter.requires_grad:
             return Owned(home, parameter, replicas)
-        exact = tensors[home.name].detach()
-        exact = cut_tensor(exact, parse_state(home.placement), self.ranks.tp, self.ranks.shape.tp)
-        exact = exact.to(torch.float32) if self._low else exact
-        trained[parameter] = (train_shard if self._zero else train_whole)(parameter, exact, replicas)
+        if parameter not in trained:
+            exact = tensors[home.name].detach()
+            exact = cut_tensor(exact, parse_state(home.placement), self.ranks.tp, self.ranks.shape.tp)
+            exact = exact.to(torch.float32) if self._low else exact
+            trained[parameter] = (train_shard if self._zero else train_whole)(parameter, exact, replicas)
         return Owned(home, trained[parameter].updated, replicas)
 
     def _tie(self, name: str) -> TiedParameter:
         homes = self.program.homes_of(name)
-        stages = sorted({home.stage for home in homes})
-        group = tied_group(self.ranks, stages) if len(stages) > 1 else None
-        return TiedParameter(homes, tuple(o for o in self._owned if o.home in homes), group)
+        places = sorted({home.stage % self.ranks.shape.pp for home in homes})
+        group = tied_group(self.ranks, places) if len(places) > 1 else None
+        here = {owned.parameter: owned for owned in reversed(self._owned) if owned.home in homes}
+        return TiedParameter(homes, tuple(here.values()), group)
 
 
 def _state_names(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import AxisLayout, Layout, Part, Plan
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan.runtime.weighting import TargetCount, find_target_count
+from autoplan.schedules import splits_backward
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
 from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
 
@@ -246,6 +247,7 @@ def _local_graph(
     capture: Capture, call: RegionCall, plan: Plan, passes: Sequence[GraphPass]
 ) -> fx.GraphModule:
     from autoplan_passes.shard import shard_region
+    from autoplan_passes.split_backward import defer_weight_gradients
 
     part = single_part(plan)
     graph = region_graph(capture, call.region, part.micro_batch)
@@ -260,7 +262,8 @@ def _local_graph(
     if capture.dtype != plan.workload.dtype:
         for axis, placed in layout.axes.items():
             layout = layout.replace_axis(axis, with_casts_of(graph, placed))
-    return shard_region(graph, layout)
+    local = shard_region(graph, layout)
+    return defer_weight_gradients(local) if splits_backward(part.schedule) else local
 
 
 def with_casts_of(graph: fx.GraphModule, layout: AxisLayout) -> AxisLayout:

@@ -24,25 +24,30 @@ IN_FLIGHT = 2
 
 
 class GradientReduction:
-    """Sums and reduces the gradients of one rank's parameters, in the order in which they are read."""
+    """Sums and reduces the gradients of one rank's parameters, in the order in which they are read.
 
-    def __init__(self, trained: Sequence[Trained], microbatches: int) -> None:
-        self._trained, self._microbatches = tuple(trained), microbatches
+    How many gradients of a parameter make its sum (one a micro-batch, stage and use) is seen in the first
+    step, which reduces everything at its end.
+    """
+
+    def __init__(self, trained: Sequence[Trained]) -> None:
+        self._trained = tuple(trained)
         self._of = {item.computing: item for item in trained}
         self._buckets = [Bucket(members) for members in fill_buckets(list(reversed(trained)))]
         self._bucket_of = {item.computing: bucket for bucket in self._buckets for item in bucket.members}
         self._arrived: Counter[nn.Parameter] = Counter()
-        self._silent: frozenset[nn.Parameter] = frozenset()
+        self._expected: Counter[nn.Parameter] = Counter()
         self._started = self._finished = 0
         for item in trained:
             item.computing.register_post_accumulate_grad_hook(self._arrive)
 
     def begin(self) -> None:
         """Before the first micro-batch of a step."""
-        self._arrived.clear()
+        self._expected, self._arrived = self._arrived, Counter()
         self._started = self._finished = 0
         for bucket in self._buckets:
-            bucket.missing = sum(item.computing not in self._silent for item in bucket.members)
+            expected = [self._expected[item.computing] for item in bucket.members]
+            bucket.missing = sum(count > 0 for count in expected) if self._expected else len(expected)
         for item in self._trained:
             if item.dim < 0 and not item.is_itself:  # gradients of earlier steps: equal on all replicas
                 item.total, item.updated.grad = item.updated.grad, None
@@ -51,8 +56,6 @@ class GradientReduction:
         """After the last micro-batch: reduce what is left, and wait for all of it."""
         for item in self._trained:
             item.collect()  # what no hook reported: a schedule that computes weight gradients on their own
-        none = [item.computing for item in self._trained if item.gradient is None]
-        self._silent = frozenset(parameter for parameter in none if not self._arrived[parameter])
         self._start(everything=True)
         while self._finished < self._started:
             self._finish_next()
@@ -61,7 +64,7 @@ class GradientReduction:
         assert isinstance(parameter, nn.Parameter)
         self._of[parameter].collect()
         self._arrived[parameter] += 1
-        if self._arrived[parameter] == self._microbatches:
+        if self._arrived[parameter] == self._expected[parameter]:
             self._bucket_of[parameter].missing -= 1
             self._start()
 

@@ -1,4 +1,4 @@
-"""The collectives a stage uses in, the piece of source that defines them out.
+"""The functions of ours that a stage uses in, the piece of source that defines them out.
 
 The source is that of ``autoplan_passes.collectives`` and of the modules built on it: the top-level
 definitions asked for and whatever they use in turn, in their order there, so that a generated file stands
@@ -13,10 +13,12 @@ import re
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
-from autoplan_passes import collectives, ring
+from autoplan_passes import collectives, deferred, ring
 
 # A module uses those before it.
-PRELUDE_MODULES: tuple[ModuleType, ...] = (collectives, ring)
+PRELUDE_MODULES: tuple[ModuleType, ...] = (collectives, ring, deferred)
+# What whoever runs a stage calls, by the modules whose functions need it.
+COMPANIONS = {("bind",): (collectives, ring), ("take_deferred", "run_deferred"): (deferred,)}
 
 OWN_IMPORTS = ("__future__", *(module.__name__ for module in PRELUDE_MODULES))
 _REMARKS = re.compile(r"  # (pyright: ignore|noqa).*")  # for the tools of this project, not for the reader
@@ -34,6 +36,19 @@ def prelude_source(
     used = {name for _, node in kept for name in _used(node)}
     imports = _import_lines([node for _, node in statements], used)
     return imports, "\n\n\n".join(_text(source, node) for source, node in kept)
+
+
+def companions(names: Iterable[str]) -> list[str]:
+    """What a file that uses ``names`` defines besides, for whoever runs it."""
+    homes = {
+        vars(module)[name].__module__ for name in names for module in PRELUDE_MODULES if name in vars(module)
+    }
+    return [
+        companion
+        for group, modules in COMPANIONS.items()
+        for companion in group
+        if homes & {module.__name__ for module in modules}
+    ]
 
 
 def is_prelude_function(target: object) -> bool:

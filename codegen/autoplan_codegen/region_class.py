@@ -18,6 +18,7 @@ from torch import fx, nn
 from autoplan_codegen.expressions import call_name, render
 from autoplan_codegen.names import free_name
 from autoplan_codegen.prelude import is_prelude_function
+from autoplan_passes import deferred
 
 RESERVED = frozenset({"torch", "nn", "F", "aten", "dist", "self", "checkpoint", "DEVICE", "slice", "float"})
 INDENT = "    "
@@ -121,11 +122,17 @@ def _name_values(names: dict[fx.Node, str], nodes: Iterable[fx.Node], taken: set
 
 def _wanted_name(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     weights = [n for n in node.all_input_nodes if n.meta.get("kind") == "parameter"]
-    if node.op == "call_function" and weights and not is_prelude_function(node.target):
+    if node.op == "call_function" and weights and not _is_sent(node):
         owner = re.sub(r"_?(weight|bias)_?$", "", names[weights[0]].removeprefix("self."))
         if owner:
             return owner
     return node.name
+
+
+def _is_sent(node: fx.Node) -> bool:
+    """Whether the node brings its weight to other ranks, and is no product of it."""
+    home = getattr(node.target, "__module__", "")
+    return is_prelude_function(node.target) and home != deferred.__name__
 
 
 def _attributes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autoplan_codegen.names import free_name
-from autoplan_codegen.prelude import prelude_source
+from autoplan_codegen.prelude import companions, prelude_source
 from autoplan_codegen.region_class import INDENT, RESERVED, RegionClass, emit_region_class
 from autoplan_passes.recompute import SAVED_OPS, SAVED_OWN_OPS
 from autoplan_passes.stages import RegionCall, StageProgram
@@ -67,7 +67,7 @@ def emit_stage(
     """Write ``stage_K.py``. ``graphs`` holds the local graph of every call's ``graph_key``."""
     classes = _classes(program, graphs, facts)
     used = {name for region_class in classes.values() for name in region_class.functions}
-    imports, prelude = prelude_source([*used, *(["bind"] if used else [])])
+    imports, prelude = prelude_source([*used, *companions(used)])
     recompute = {call.recompute for call in program.calls}
     parameters, tied_paths = _parameter_rows(program, classes)
     buffers = _buffer_rows(program, classes, graphs)

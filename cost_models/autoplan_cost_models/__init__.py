@@ -6,7 +6,7 @@ from autoplan_cost_models.memory import NamedBytes
 from autoplan_cost_models.operations import operations
 from autoplan_cost_models.region_cost import CostModel, RegionCost
 from autoplan_cost_models.region_work import ParameterUse, RegionWork, measure_region
-from autoplan_cost_models.schedule import Event, Timeline, in_flight, lower_bound_1f1b, simulate
+from autoplan_cost_models.schedule import Event, Timeline, in_flight, lower_bound_s, simulate
 from autoplan_cost_models.step import price_plan
 from autoplan_cost_models.training_state import StateBytes, state_bytes
 
@@ -25,7 +25,7 @@ __all__ = [
     "StateBytes",
     "Timeline",
     "in_flight",
-    "lower_bound_1f1b",
+    "lower_bound_s",
     "measure_region",
     "operations",
     "price_plan",

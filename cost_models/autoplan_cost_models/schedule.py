@@ -1,26 +1,51 @@
 """Pipeline schedules as discrete events: when each micro-batch runs on each stage, and the step's length.
 
 Comes in: forward and backward seconds of every stage, micro-batches, seconds of each hop between
-stages. Goes out: a :class:`Timeline`, a proved lower bound, and how many micro-batches a stage holds.
+stages. Goes out: a :class:`Timeline`, a proved lower bound, and how many micro-batches a stage holds. The
+order of events is that of :mod:`autoplan.schedules`, which the runtime executes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
 
-from autoplan.errors import BadInputError
+import numpy as np
+from numpy.typing import NDArray
 
-SCHEDULES = ("1f1b", "gpipe")
+from autoplan.plan import SCHEDULES
+from autoplan.schedules import (
+    Kind,
+    Task,
+    rank_moments,
+    rank_orders,
+    require_schedule,
+    splits_backward,
+    task_flow,
+)
+
+__all__ = [
+    "SCHEDULES",
+    "BoundRows",
+    "Event",
+    "Kind",
+    "Timeline",
+    "bound_rows",
+    "in_flight",
+    "lower_bound_s",
+    "rank_ends",
+    "simulate",
+]
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Event:
-    """One micro-batch's forward or backward on one stage."""
+    """One micro-batch's forward or backward (or a part of a split backward) on one stage."""
 
-    kind: Literal["forward", "backward"]
+    kind: Kind
     stage: int
     microbatch: int
     start_s: float
@@ -29,42 +54,19 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``events[stage]`` in order; ``bubble_s`` is the idle time of the busiest stage."""
+    """``events[rank]`` in order, a rank being one of the pipeline (with one stage a rank: a stage);
+    ``bubble_s`` is the idle time of the busiest rank."""
 
     makespan_s: float
     events: tuple[tuple[Event, ...], ...]
     bubble_s: float
 
 
-Slot = tuple[Literal["forward", "backward"], int]
-
-
-def in_flight(schedule: str, stage: int, stages: int, microbatches: int) -> int:
-    """Most micro-batches whose activations ``stage`` holds at once."""
-    if schedule == "gpipe":
-        return microbatches
-    return min(microbatches, stages - stage)
-
-
-def slots(schedule: str, stage: int, stages: int, microbatches: int) -> tuple[Slot, ...]:
-    """The order in which one stage runs its forwards and backwards.
-
-    1f1b: min(m, p - 1 - stage) forwards, then one forward and one backward in turn, then the rest.
-    Raises BadInputError for an unknown schedule.
-    """
-    if schedule == "gpipe":
-        forwards: list[Slot] = [("forward", i) for i in range(microbatches)]
-        return (*forwards, *(("backward", i) for i in range(microbatches)))
-    if schedule != "1f1b":
-        raise BadInputError(f"schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}.")
-    started = min(microbatches, stages - 1 - stage)
-    order: list[Slot] = [("forward", i) for i in range(started)]
-    for finished in range(microbatches):
-        if started < microbatches:
-            order.append(("forward", started))
-            started += 1
-        order.append(("backward", finished))
-    return tuple(order)
+def in_flight(schedule: str, stage: int, stages: int, microbatches: int, vpp: int = 1) -> int:
+    """Most micro-batches whose activations ``stage`` (of all ``stages``) holds at once."""
+    ranks = stages // vpp
+    moments = rank_moments(schedule, stage % ranks, ranks, vpp, microbatches)
+    return max(moment.alive[stage // ranks] for moment in moments)
 
 
 def simulate(
@@ -73,102 +75,187 @@ def simulate(
     backward_s: Sequence[float],
     microbatches: int,
     hop_s: Sequence[float] = (),
+    *,
+    vpp: int = 1,
+    weight_s: Sequence[float] = (),
 ) -> Timeline:
-    """Run every stage's slots in order, each as soon as its stage is free and its input has arrived.
+    """Run every rank's tasks in order, each as soon as its rank is free and its input has arrived.
 
-    ``hop_s[s]`` is the latency between stages s and s + 1, both ways; it delays the receiver and
-    occupies no stage. Empty: no latency. Forward i needs forward i of the stage before; backward i
-    needs forward i here and backward i of the stage after.
+    Seconds are by stage, ``vpp`` stages a rank. ``hop_s[s]`` is the latency between stages s and s + 1,
+    both ways; it delays the receiver and occupies no rank. Empty: no latency. ``weight_s`` is the part
+    of ``backward_s`` that a split backward puts off. Forward i needs forward i of the stage before;
+    backward i needs forward i here and backward i of the stage after.
     """
-    ends = finish_times(schedule, forward_s, backward_s, microbatches, hop_s)
-    stages = len(forward_s)
-    durations = {"forward": forward_s, "backward": backward_s}
-    events: list[tuple[Event, ...]] = []
-    for stage in range(stages):
-        order = slots(schedule, stage, stages, microbatches)
-        events.append(
-            tuple(
-                Event(kind, stage, i, end - durations[kind][stage], end)
-                for (kind, i), end in zip(order, ends[stage])
-            )
-        )
-    makespan = max(stage_ends[-1] for stage_ends in ends)
-    busy = max(microbatches * (f + b) for f, b in zip(forward_s, backward_s))
-    return Timeline(makespan, tuple(events), makespan - busy)
+    flow = task_flow(schedule, len(forward_s) // vpp, vpp, microbatches)
+    seconds = _seconds(schedule, forward_s, backward_s, weight_s)
+    ends = _ends(schedule, seconds, vpp, microbatches, hop_s)
+    events: list[list[Event]] = [[] for _ in range(len(forward_s) // vpp)]
+    for task, rank, place, end in zip(flow.tasks, flow.rank, flow.place, ends):
+        events[rank].append(Event(*task, end - seconds[place], end))
+    makespan = max(ends)
+    busy = max(sum(event.end_s - event.start_s for event in own) for own in events)
+    return Timeline(makespan, tuple(map(tuple, events)), makespan - busy)
 
 
-def finish_times(
+def rank_ends(
     schedule: str,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     microbatches: int,
     hop_s: Sequence[float] = (),
-) -> list[list[float]]:
-    """When each slot of each stage ends (see :func:`simulate`), without building events."""
+    *,
+    vpp: int = 1,
+    weight_s: Sequence[float] = (),
+) -> list[float]:
+    """When each rank's last task ends (see :func:`simulate`), without building events."""
+    seconds = _seconds(schedule, forward_s, backward_s, weight_s)
+    ends = _ends(schedule, seconds, vpp, microbatches, hop_s)
+    flow = task_flow(schedule, len(forward_s) // vpp, vpp, microbatches)
+    return list(dict(zip(flow.rank, ends)).values())
+
+
+def _seconds(
+    schedule: str, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float]
+) -> list[float]:
+    """Seconds of every kind of task on every stage, in the order of ``Flow.place``."""
+    weight = list(weight_s) or [0.0] * len(forward_s)
+    whole = list(backward_s)
+    rest = [b - w for b, w in zip(whole, weight)] if splits_backward(schedule) else whole
+    return [*forward_s, *whole, *rest, *weight]
+
+
+def _ends(
+    schedule: str, seconds: Sequence[float], vpp: int, microbatches: int, hop_s: Sequence[float]
+) -> list[float]:
+    """When each task of the flow ends."""
+    stages = len(seconds) // 4
+    flow = task_flow(schedule, stages // vpp, vpp, microbatches)
+    hops = [*hop_s, 0.0] if hop_s else [0.0] * stages  # the last: no boundary crossed
+    ends = [0.0]
+    for place, before, needs, boundary in zip(flow.place, flow.before, flow.needs, flow.boundary):
+        free, arrived = ends[before], ends[needs] + hops[boundary]
+        ends.append((free if free > arrived else arrived) + seconds[place])
+    return ends[1:]
+
+
+# ---- a lower bound ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BoundRows:
+    """``step >= forward @ f + backward @ b + weight @ w + hops * hop_s`` for every row, with f, b, w the
+    seconds of every stage (b without w where the schedule splits the backward) and hop_s the least hop."""
+
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    hops: Floats
+
+
+def lower_bound_s(
+    schedule: str,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    microbatches: int,
+    *,
+    vpp: int = 1,
+    weight_s: Sequence[float] = (),
+    hop_s: float = 0.0,
+) -> float:
+    """Seconds below which no run of the schedule can finish; see :func:`bound_rows`."""
     stages = len(forward_s)
-    hops = tuple(hop_s) or (0.0,) * (stages - 1)
-    orders = [slots(schedule, stage, stages, microbatches) for stage in range(stages)]
-    arrived = _Arrivals(stages, microbatches)
-    ends: list[list[float]] = [[] for _ in range(stages)]
-    waiting = sum(len(order) for order in orders)
-    while waiting:
-        for stage, order in enumerate(orders):
-            waiting -= _advance(
-                stage, order, ends[stage], arrived, hops, (forward_s[stage], backward_s[stage])
-            )
-    return ends
+    rows = bound_rows(schedule, stages // vpp, vpp, microbatches)
+    seconds = np.array(_seconds(schedule, forward_s, backward_s, weight_s)).reshape(4, stages)
+    backward = seconds[2] if splits_backward(schedule) else seconds[1]
+    bounds = rows.forward @ seconds[0] + rows.backward @ backward + rows.weight @ seconds[3]
+    return float(np.max(bounds + rows.hops * hop_s))
 
 
-class _Arrivals:
-    """When the input of each micro-batch's forward and backward arrives at each stage; NaN: not yet."""
+@lru_cache(256)
+def bound_rows(schedule: str, ranks: int, vpp: int, microbatches: int) -> BoundRows:
+    """Rows of a lower bound on any run of the schedule, several a rank.
 
-    def __init__(self, stages: int, microbatches: int) -> None:
-        unknown = math.nan
-        self.forward = [[unknown] * microbatches for _ in range(stages)]
-        self.backward = [[unknown] * microbatches for _ in range(stages)]
-        self.forward[0] = [0.0] * microbatches
-        self.backward[-1] = [0.0] * microbatches
-
-
-def _advance(
-    stage: int,
-    order: tuple[Slot, ...],
-    ends: list[float],
-    arrived: _Arrivals,
-    hops: Sequence[float],
-    durations: tuple[float, float],
-) -> int:
-    """Run this stage's slots until one waits for another stage; how many ran."""
-    before = len(ends)
-    clock = ends[-1] if ends else 0.0
-    forward, backward = arrived.forward[stage], arrived.backward[stage]
-    while len(ends) < len(order):
-        kind, microbatch = order[len(ends)]
-        going_forward = kind == "forward"
-        ready = forward[microbatch] if going_forward else backward[microbatch]
-        if ready != ready:  # NaN: its input has not been sent
-            break
-        clock = max(clock, ready) + durations[not going_forward]
-        ends.append(clock)
-        if going_forward and stage < len(hops):
-            arrived.forward[stage + 1][microbatch] = clock + hops[stage]
-        elif not going_forward and stage > 0:
-            arrived.backward[stage - 1][microbatch] = clock + hops[stage - 1]
-    return len(ends) - before
-
-
-def lower_bound_1f1b(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
-    """Seconds below which no 1F1B run of m >= p micro-batches can finish, whatever the latencies.
-
-    ``max_s [sum_j t_j + (m-1) t_s - min(sum_{j>s} t_j, (p-1-s) min(f_s, b_s))]`` with t = f + b: the
-    first micro-batch reaches s, s does its m, the last one drains, less what may overlap.
+    Take two tasks of a rank's order, the first of them some stage's first forward or the rank's first
+    backward, the second some stage's last backward, the rank's last forward or its last task. The first
+    cannot start before its micro-batch has come through the stages before it; the rank then runs all that
+    its order has from one to the other; after the second its micro-batch still has to go the rest of its
+    way. The sum of the three is a lower bound, linear in the stages' seconds. (Equal stages: one is exact.)
     """
-    stages = len(forward_s)
-    times = [f + b for f, b in zip(forward_s, backward_s)]
-    total = sum(times)
-    return max(
-        total
-        + (microbatches - 1) * times[s]
-        - min(sum(times[s + 1 :]), (stages - 1 - s) * min(forward_s[s], backward_s[s]))
-        for s in range(stages)
+    require_schedule(schedule, vpp)
+    few = _few(schedule, ranks, vpp, microbatches)
+    orders = rank_orders(schedule, ranks, vpp, few)
+    found: list[tuple[Floats, int]] = []
+    for rank, order in enumerate(orders):
+        table = _Rows(order, ranks * vpp, splits_backward(schedule))
+        repeated = np.zeros((3, ranks * vpp))
+        repeated[:, rank::ranks] = float(microbatches - few)
+        found += [(row + repeated, hops) for row, hops in table.rows()]
+    forward, backward, weight = np.stack([row for row, _ in found]).transpose(1, 0, 2)
+    split = splits_backward(schedule)
+    return BoundRows(
+        forward, backward, weight if split else 0.0 * weight, np.array([hops for _, hops in found], float)
     )
+
+
+def _few(schedule: str, ranks: int, vpp: int, microbatches: int) -> int:
+    """A number of micro-batches whose order starts and ends as that of all of them does."""
+    most = 3 * ranks
+    periodic = schedule != "gpipe" and (vpp == 1 or microbatches % ranks == 0)
+    return most if periodic and microbatches > most else microbatches
+
+
+class _Rows:
+    """The bounds of one rank's order; coefficients are [forward, backward of the input, weight][stage]."""
+
+    def __init__(self, order: Sequence[Task], stages: int, split: bool) -> None:
+        self.order, self.stages = order, stages
+        self.backward = "backward_input" if split else "backward"
+        kinds = {"forward": 0, "backward": 1, "backward_input": 1, "backward_weight": 2}
+        one_each = np.zeros((len(order) + 1, 3, stages))
+        for position, task in enumerate(order):
+            one_each[position + 1, kinds[task.kind], task.stage] = 1.0
+        self.run = np.cumsum(one_each, axis=0)  # what the first tasks of the order take
+
+    def rows(self) -> list[tuple[Floats, int]]:
+        """(coefficients, hops) of every pair of a first and a second task in that order."""
+        found: list[tuple[Floats, int]] = []
+        for first, before, hops_before in self._firsts():
+            for last, after, hops_after in self._lasts():
+                if first <= last:
+                    between = self.run[last + 1] - self.run[first]
+                    found.append((before + between + after, hops_before + hops_after))
+        return found
+
+    def _firsts(self) -> list[tuple[int, Floats, int]]:
+        """(position, what its micro-batch has to run before it elsewhere, hops)."""
+        found: dict[int, tuple[int, Floats, int]] = {}
+        for position, task in enumerate(self.order):
+            if task.kind == "forward" and task.stage not in found:
+                found[task.stage] = position, self._chain(forward=range(task.stage)), task.stage
+            if task.kind == self.backward:
+                later = range(task.stage + 1, self.stages)
+                chain = self._chain(range(self.stages), later)
+                hops = self.stages - 1 + len(later)
+                return [*found.values(), (position, chain, hops)]
+        return list(found.values())
+
+    def _lasts(self) -> list[tuple[int, Floats, int]]:
+        """(position, what its micro-batch has to run after it elsewhere, hops)."""
+        found: dict[int, tuple[int, Floats, int]] = {-1: (len(self.order) - 1, self._chain(), 0)}
+        for position in reversed(range(len(self.order))):
+            task = self.order[position]
+            if task.kind == self.backward and task.stage not in found:
+                chain = self._chain(backward=range(task.stage))
+                chain[2, 0] = float(task.stage > 0)  # the first stage's weight gradients are left then
+                found[task.stage] = position, chain, task.stage
+            if task.kind == "forward":
+                later = range(task.stage + 1, self.stages)
+                chain = self._chain(later, range(self.stages))
+                return [*found.values(), (position, chain, self.stages - 1 + len(later))]
+        return list(found.values())
+
+    def _chain(self, forward: Sequence[int] = (), backward: Sequence[int] = ()) -> Floats:
+        chain = np.zeros((3, self.stages))
+        chain[0, list(forward)] = 1.0
+        chain[1, list(backward)] = 1.0
+        return chain

@@ -6,7 +6,7 @@ Comes in: a stage's regions with their costs, the mesh and the ZeRO stage. Goes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autoplan.plan import Mesh
 from autoplan_cost_models.collectives import Span, overlap_adds_s
@@ -48,6 +48,12 @@ class StageSeconds:
     @property
     def zero_gather(self) -> float:
         return self.gather_forward + self.gather_backward
+
+
+def sum_seconds(stages: Sequence[StageSeconds]) -> StageSeconds:
+    """What several stages on one rank take together."""
+    names = [one.name for one in fields(StageSeconds)]
+    return StageSeconds(**{name: sum(getattr(stage, name) for stage in stages) for name in names})
 
 
 def dp_span(mesh: Mesh) -> Span:

@@ -15,7 +15,7 @@ from autoplan.plan import MemoryItem, Part, Prediction, RegionPlan, StagePredict
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.compute import DTYPE_FALLBACKS
 from autoplan_cost_models.region_cost import CostModel, RegionCost
-from autoplan_cost_models.schedule import finish_times, in_flight
+from autoplan_cost_models.schedule import in_flight, rank_ends
 from autoplan_cost_models.stage_detail import backward_parts_s, forward_parts_s, link_bytes
 from autoplan_cost_models.stage_memory import (
     PlacedRegion,
@@ -26,7 +26,7 @@ from autoplan_cost_models.stage_memory import (
     stage_parameters,
     stage_states,
 )
-from autoplan_cost_models.stage_time import StageSeconds, dp_span, stage_seconds
+from autoplan_cost_models.stage_time import StageSeconds, dp_span, stage_seconds, sum_seconds
 from autoplan_cost_models.training_state import gradient_bytes
 
 RegionCosts = Mapping[str, RegionCost] | Callable[[RegionPlan], RegionCost]
@@ -125,7 +125,7 @@ def _setting(part: Part, stage: int, workload: Workload) -> StageSetting:
         stage=stage,
         stages=stages,
         microbatches=part.microbatches,
-        in_flight=in_flight(part.schedule, stage, stages, part.microbatches),
+        in_flight=in_flight(part.schedule, stage, stages, part.microbatches, part.vpp),
     )
 
 
@@ -142,9 +142,12 @@ def _breakdown(
     last = _last_ends(part, stages, hops)
     makespan = max(last)
     without_hops = max(_last_ends(part, stages, ())) if any(hops) else makespan
-    busiest = max((stage.seconds for stage in stages), key=lambda s: s.forward + s.backward)
+    ranks = [
+        sum_seconds([stage.seconds for stage in stages[rank :: part.mesh.pp]]) for rank in range(part.mesh.pp)
+    ]
+    busiest = max(ranks, key=lambda s: s.forward + s.backward)
     m = part.microbatches
-    synced = max(end + stage.seconds.gradient_sync for end, stage in zip(last, stages))
+    synced = max(end + rank.gradient_sync for end, rank in zip(last, ranks))
     return {
         "compute": m * (busiest.forward_compute + busiest.backward_compute),
         "recompute": m * busiest.recompute,
@@ -153,15 +156,15 @@ def _breakdown(
         "pipeline_bubble": max(0.0, without_hops - m * (busiest.forward + busiest.backward)),
         "p2p": max(0.0, makespan - without_hops),
         "gradient_sync": synced - makespan + tied_sync_s,
-        "optimizer": max(stage.seconds.optimizer for stage in stages),
+        "optimizer": max(rank.optimizer for rank in ranks),
     }
 
 
 def _last_ends(part: Part, stages: Sequence[PricedStage], hops: Sequence[float]) -> list[float]:
-    """When each stage's last backward ends."""
+    """When each pipeline rank's last backward ends."""
     forward = [stage.seconds.forward for stage in stages]
     backward = [stage.seconds.backward for stage in stages]
-    return [ends[-1] for ends in finish_times(part.schedule, forward, backward, part.microbatches, hops)]
+    return rank_ends(part.schedule, forward, backward, part.microbatches, hops, vpp=part.vpp)
 
 
 def _tied_sync_s(
