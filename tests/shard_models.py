@@ -9,6 +9,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+@torch.library.custom_op("autoplan_tests::grouped_mm", mutates_args=())
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """What ``_grouped_mm`` does, in double precision: rows of expert e times its weight."""
+    pieces = rows.tensor_split(ends[:-1].to(torch.int64).cpu())
+    return torch.cat([piece @ weight for piece, weight in zip(pieces, weights)])
+
+
+@grouped_mm.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+def _grouped_backward(ctx, gradient: Tensor):
+    rows, weights, ends = ctx.saved_tensors
+    pieces = [part.tensor_split(ends[:-1].to(torch.int64)) for part in (rows, gradient)]
+    by_weight = torch.stack([x.T @ g for x, g in zip(*pieces)])
+    return grouped_mm(gradient, weights.transpose(1, 2), ends), by_weight, None
+
+
+grouped_mm.register_autograd(
+    _grouped_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
 class FusedBlock(nn.Module):
     """Pre-norm block with one query-key-value weight: ``split``, a view, or attention written out."""
 

@@ -201,6 +201,7 @@ def check_gradients(
 
 
 GROUP = Threads(WAYS)
+ALONE = collectives.DryGroup(0, 1)  # a group of one: nothing is sent, values are real
 
 
 def run_ranks(
@@ -228,7 +229,7 @@ def backward_ranks(outputs: Sequence[Any], gradients: Sequence[torch.Tensor]) ->
 @pytest.fixture(autouse=True)
 def simulated_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    before = collectives.bind({"tp": GROUP, "cp": collectives.DryGroup(0, WAYS)})
+    before = collectives.bind({"tp": GROUP, "cp": collectives.DryGroup(0, WAYS), "ep": ALONE})
     monkeypatch.setattr(collectives, "_all_reduce", GROUP.reduce)
     yield
     collectives.bind(before)

@@ -10,7 +10,18 @@ from functools import cache
 import pytest
 import torch
 from graph_fixture import functional_graph
-from shard_models import Adapter, Diffusion, Embed, Experts, FusedBlock, GroupedBlock, Head, Rotary, Scan
+from shard_models import (
+    Adapter,
+    Diffusion,
+    Embed,
+    Experts,
+    FusedBlock,
+    GroupedBlock,
+    Head,
+    Rotary,
+    Scan,
+    grouped_mm,
+)
 from torch import Tensor, fx, nn
 
 from autoplan.errors import BadPlanError
@@ -28,30 +39,6 @@ from autoplan_passes.states import REPLICATE, State, cut_tensor, parse_state
 WAYS = 2
 SEEDS = range(3)
 LIMIT = 1e-9
-
-
-@torch.library.custom_op("autoplan_tests::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """What ``_grouped_mm`` does, in double precision: rows of expert e times its weight."""
-    pieces = rows.tensor_split(ends[:-1].to(torch.int64).cpu())
-    return torch.cat([piece @ weight for piece, weight in zip(pieces, weights)])
-
-
-@grouped_mm.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[2])
-
-
-def _grouped_backward(ctx, gradient: Tensor):
-    rows, weights, ends = ctx.saved_tensors
-    pieces = [part.tensor_split(ends[:-1].to(torch.int64)) for part in (rows, gradient)]
-    by_weight = torch.stack([x.T @ g for x, g in zip(*pieces)])
-    return grouped_mm(gradient, weights.transpose(1, 2), ends), by_weight, None
-
-
-grouped_mm.register_autograd(
-    _grouped_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)
 
 
 def hidden() -> Tensor:

@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
-from autoplan_passes import collectives, deferred, ring
+from autoplan_passes import collectives, deferred, dispatch, ring
 
 # A module uses those before it.
-PRELUDE_MODULES: tuple[ModuleType, ...] = (collectives, ring, deferred)
+PRELUDE_MODULES: tuple[ModuleType, ...] = (collectives, ring, dispatch, deferred)
 # What whoever runs a stage calls, by the modules whose functions need it.
-COMPANIONS = {("bind",): (collectives, ring), ("take_deferred", "run_deferred"): (deferred,)}
+COMPANIONS = {("bind",): (collectives, ring, dispatch), ("take_deferred", "run_deferred"): (deferred,)}
 
 OWN_IMPORTS = ("__future__", *(module.__name__ for module in PRELUDE_MODULES))
 _REMARKS = re.compile(r"  # (pyright: ignore|noqa).*")  # for the tools of this project, not for the reader

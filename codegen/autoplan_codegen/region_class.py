@@ -29,7 +29,7 @@ class RegionClass:
     """A region class as code.
 
     ``inputs``, ``parameters`` and ``buffers`` are the attribute or argument names in the order of the graph's
-    placeholders; ``placements`` how each parameter lies on the tp axis; ``functions`` the collectives it
+    placeholders; ``placements`` how each parameter lies on the axes; ``functions`` the collectives it
     calls.
     """
 
@@ -81,7 +81,7 @@ _KINDS = ("input", "parameter", "buffer", "constant")
 
 
 def placement(node: fx.Node) -> str:
-    """How a parameter placeholder lies on the tp axis, as ``str(State)``: ``R``, ``S(0)``, ``S(0:64+64)``."""
+    """How a parameter placeholder lies: ``R``, ``S(0:64+64)``, ``S(0)@ep S(1)``."""
     return str(node.meta.get("state", "R"))
 
 

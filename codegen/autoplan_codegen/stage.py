@@ -4,7 +4,8 @@ The file imports torch alone. It holds the collectives it uses, one ``nn.Module`
 ``Stage`` module that calls its regions in order (under ``checkpoint`` where the plan recomputes), and two
 tables that say which parameter and buffer of the user's model goes where:
 
-* ``PARAMETERS``: attribute of ``Stage`` -> (qualified name in the model, placement on the tp axis);
+* ``PARAMETERS``: attribute of ``Stage`` -> (qualified name in the model, placement: see
+  :mod:`autoplan_passes.placements`);
 * ``BUFFERS``: attribute of ``Stage`` -> qualified name in the model, or of a constant of the trace.
 """
 
@@ -44,7 +45,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One row of ``PARAMETERS``: attribute path in ``Stage``, qualified name, placement on the tp axis."""
+    """One row of ``PARAMETERS``: attribute path in ``Stage``, qualified name, placement."""
 
     path: str
     name: str

@@ -49,11 +49,11 @@ def traffic_factor(kind: str, ranks: int) -> float:
 
 
 def sent_bytes(kind: str, message_bytes: float, ranks: int) -> float:
-    """What one rank of ``ranks`` puts on its link in one collective on the whole ``message_bytes``."""
+    """What one rank of ``ranks`` puts on its link in one collective on ``message_bytes``; see
+    :meth:`Links.seconds`."""
     if ranks <= 1 or kind == "none":
         return 0.0
-    own = message_bytes / ranks if kind == "all_to_all" else message_bytes
-    return own * traffic_factor(kind, ranks)
+    return message_bytes * traffic_factor(kind, ranks)
 
 
 def overlap_adds_s(compute_s: float, traffic_s: float) -> float:
@@ -71,9 +71,9 @@ class Links:
     def seconds(self, kind: str, message_bytes: float, span: Span) -> float:
         """Time of one collective; 0 for a group of one.
 
-        ``message_bytes`` is the whole tensor over the group (gathered, or before it is reduced). In an
-        all_to_all each rank holds 1/size of it, which is the size its fit counts. Raises BadProfileError
-        when the profile has no fit for the kind.
+        ``message_bytes`` is the largest buffer of a rank: the whole tensor over the group (gathered, or
+        before it is reduced), but in an all_to_all what one rank holds. Raises BadProfileError when the
+        profile has no fit for the kind.
         """
         if span.size <= 1 or message_bytes <= 0 or kind == "none":
             return 0.0
@@ -82,8 +82,6 @@ class Links:
             return self._point_to_point(message_bytes, span)
         if kind == "ring":
             return (span.size - 1) * self._point_to_point(message_bytes / span.size, self._next_on_ring(span))
-        if kind == "all_to_all":
-            message_bytes /= span.size
         if inside == span.size:
             return self._inside_node(kind, message_bytes, inside, span)
         return self._across_nodes(kind, message_bytes, inside, span)

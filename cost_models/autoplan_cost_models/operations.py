@@ -30,7 +30,11 @@ PURE_COLLECTIVES: dict[str, bool] = {
     "gather_reduce": True,
     "reduce_scatter": True,
     "all_to_all": True,
+    "dispatch": True,
+    "combine": True,
 }
+# Small kernels that work out where rows go, and about how often they read or write a number a row.
+ROUTING_LAUNCHES, ROUTING_PASSES = 16, 8
 # Node names given to work that belongs to no node.
 GRADIENT_SUMS = "gradient sums"
 
@@ -57,6 +61,8 @@ def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
         kind = "free" if is_free(node) else "memory"
         if op_name(node) in PURE_COLLECTIVES:
             kind, (forward, backward) = "collective", _local_copies(node, needing)
+        elif op_name(node) == "route":
+            forward = (Kernel("memory", "int", ROUTING_PASSES * node_bytes(node), launches=ROUTING_LAUNCHES),)
     return Operation(node.name, str(node.target), kind, forward, backward, calls_forward, calls_backward)
 
 

@@ -17,8 +17,10 @@ from autoplan_passes.calls import Call, first_tensor, op_name, shape_of, tensor_
 from autoplan_passes.implementations import AVERAGE, IMPLEMENTATIONS, scaled
 from autoplan_passes.rows import Local
 from autoplan_passes.rules import Rule, row_of
-from autoplan_passes.states import local_shape
+from autoplan_passes.states import is_at_experts, local_shape
 
+# Views whose second argument is their sizes.
+SIZED_VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape", "aten.expand"})
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
@@ -71,9 +73,19 @@ def _with_local_sizes(
     if local.target is torch.ops.aten.squeeze.default:
         ones = [d for d, n in enumerate(shape_of(Call(node).tensors[0])) if n == 1]
         local.target, local.args = torch.ops.aten.squeeze.dims, (local.args[0], ones)
+    if is_at_experts(rule.output):
+        free_rows(local, node)
     if local.target in VIEWS:
         local.target = torch.ops.aten.reshape.default
     return local
+
+
+def free_rows(local: fx.Node, node: fx.Node) -> None:
+    """``view(x, [192, 2, 32]) -> view(x, [-1, 2, 32])``: as many rows as have arrived at their experts."""
+    if op_name(node) in SIZED_VIEWS:
+        given: Any = node.args[1]
+        rest = given[1:] if op_name(node) == "aten.expand" else shape_of(node)[1:]
+        local.update_arg(1, [-1, *rest])
 
 
 def set_arguments(node: fx.Node, call: Call, values: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from autoplan_passes import (
     table_collectives,
     table_contractions,
     table_dims,
+    table_experts,
     table_indexing,
     table_pointwise,
 )
@@ -30,6 +31,7 @@ ROWS: dict[str, Row] = {
     **table_dims.ROWS,
     **table_indexing.ROWS,
     **table_collectives.ROWS,
+    **table_experts.ROWS,
 }
 
 

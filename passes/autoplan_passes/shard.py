@@ -20,10 +20,13 @@ from autoplan_passes import collectives
 from autoplan_passes.calls import Call, is_tensor, output_nodes, shape_of, tensor_inputs
 from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.conversions import Conversion, chains
+from autoplan_passes.dispatch import DryExperts
+from autoplan_passes.experts import Routes, chain_ends
 from autoplan_passes.implementations import implementation_sends
 from autoplan_passes.local_ops import local_call, propagate
+from autoplan_passes.placements import place_on
 from autoplan_passes.rules import Rule
-from autoplan_passes.states import REPLICATE, State, local_shape, parse_state
+from autoplan_passes.states import REPLICATE, State, is_at_experts, local_shape, parse_state
 
 # The axes inside a region, in the order in which they are applied.
 REGION_AXES = ("cp", "ep", "tp")
@@ -102,9 +105,10 @@ def output_states(graph: fx.GraphModule, layout: AxisLayout) -> list[tuple[fx.No
 def shard_region(graph: fx.GraphModule, layout: Layout) -> fx.GraphModule:
     """The graph of one rank under every axis of the layout, in the order of ``REGION_AXES``."""
     local = graph
-    for axis in REGION_AXES:
-        if layout.on(axis).size > 1:
-            local = shard_axis(local, layout.on(axis), axis, layout.region_class)
+    with dry_groups(layout):  # what one axis inserts is run again on the next
+        for axis in REGION_AXES:
+            if layout.on(axis).size > 1:
+                local = shard_axis(local, layout.on(axis), axis, layout.region_class)
     return local if local is not graph else shard_axis(graph, NO_AXIS, "tp", layout.region_class)
 
 
@@ -133,8 +137,10 @@ def shard_axis(
 
 @contextmanager
 def dry_group(axis: str, size: int) -> Generator[None]:
-    """Bind the axis to a group that sends nothing, for running local graphs on fake tensors."""
-    before = collectives.bind({axis: collectives.DryGroup(0, size)})
+    """Bind the axis, beside those bound already, to a group that sends nothing, for running local graphs on
+    fake tensors."""
+    group = DryExperts(0, size) if axis == "ep" else collectives.DryGroup(0, size)
+    before = collectives.bind({**collectives.GROUPS, axis: group})
     try:
         yield
     finally:
@@ -169,6 +175,7 @@ class _Sharder:
         self.differentiable = find_differentiable(self.source.graph)
         self.mode = find_fake_mode(self.source.graph)
         self.wanted = self._wanted_states()
+        self.ends, self.routes = chain_ends(self.rules), Routes(self.graph, self.axis)
         self.own: dict[fx.Node, State] = {}
 
     def _wanted_states(self) -> dict[fx.Node, frozenset[State]]:
@@ -195,7 +202,10 @@ class _Sharder:
         state = self.parameters.get(node) or self.inputs.get(node, REPLICATE)
         if node in self.parameters:
             states = {**node.meta.get("states", {}), self.axis: str(state)}
-            copied.meta |= {"states": states, "state": states.get("tp", "R")}
+            copied.meta |= {
+                "states": states,
+                "state": str(place_on({a: parse_state(s) for a, s in states.items()})),
+            }
             copied.meta.setdefault("global_shape", shape_of(node))
         if is_tensor(node) and (node in self.parameters or state.is_shard):
             value = node.meta["val"]
@@ -210,6 +220,8 @@ class _Sharder:
     def fetch(self, node: fx.Node, state: State) -> fx.Node:
         """The local node that holds ``node`` in ``state``, converting it if it is not there yet."""
         own = self.own[node]
+        if (node, state) not in self.made and (is_at_experts(own) or is_at_experts(state)):
+            self.made[node, state] = self._reroute(node, state)
         if (node, state) not in self.made:
             wanted = self.wanted[node] if is_tensor(node) else frozenset[State]()
             for step in chains(own, wanted, node in self.differentiable):
@@ -217,12 +229,22 @@ class _Sharder:
                     self.made[node, step.target] = self._convert(node, step)
         return self.made[node, state]
 
+    def _reroute(self, node: fx.Node, state: State) -> fx.Node:
+        """Rows to the ranks of their experts, or back; the ends of the experts' groups as they are there."""
+        if not is_at_experts(state):
+            moved = self.routes.send_back(self.own[node], self.made[node, self.own[node]])
+        elif node is self.ends[state]:
+            return self.routes.own_ends(state)
+        else:
+            ends = self.fetch(self.ends[state], REPLICATE)
+            moved = self.routes.send(state, self.fetch(node, REPLICATE), ends)
+        return _traced(moved, node)
+
     def _convert(self, node: fx.Node, step: Conversion) -> fx.Node:
         sections = step.sections(shape_of(node))
         value = self.made[node, step.source]
         local = self.graph.call_function(step.function, (value, *step.arguments, self.axis, *sections))
-        local.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-        propagate(local)
+        _traced(propagate(local), node)
         size = float(tensor_bytes(node)) / (self.layout.size if step.forward == "all_to_all" else 1)
         sent = (
             step.forward,
@@ -242,7 +264,19 @@ class _Sharder:
         sent = implementation_sends(rule.implementation, Call(node))
         if sent:
             local.meta["collective"] = tuple((*one, self.axis) for one in sent)
+        elif "collective" in node.meta:  # of an axis before this one
+            share = tensor_bytes(local) / max(tensor_bytes(node), 1)
+            local.meta["collective"] = tuple(
+                (*kinds, forward * share, backward * share, axis)
+                for *kinds, forward, backward, axis in node.meta["collective"]
+            )
         self._keep(node, rule.output, local)
+
+
+def _traced(local: fx.Node, node: fx.Node) -> fx.Node:
+    """The local node, with the place in the user's model that ``node`` comes from."""
+    local.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    return local
 
 
 def tensor_bytes(node: fx.Node) -> int:

@@ -76,6 +76,16 @@ def _period(sections: tuple[int, ...]) -> tuple[int, ...]:
     return next((sections[:n] for n in lengths if sections[:n] * (count // n) == sections), sections)
 
 
+def at_experts(chain: int) -> State:
+    """``E(k)``: rows where the experts of the region's k-th chain are (:mod:`autoplan_passes.experts`)."""
+    return State(f"E({chain})")
+
+
+def is_at_experts(state: State) -> bool:
+    """Whether rows in this state are at their experts."""
+    return state.kind.startswith("E(")
+
+
 def parse_state(text: str) -> State:
     """``"S(1)" -> State("S", 1)``, ``"S(0:64+32)"``, ``"R*"``; inverse of ``str``."""
     if not text.startswith("S("):

@@ -26,7 +26,7 @@ PATTERNS = {
     "aten.outer": "m, n -> m n",
 }
 # Tokens m stay with their expert's rows, so they are not cut: experts are cut inside (columns, then rows).
-GROUPED = "m! k, e! k n, e! -> m! n"
+GROUPED = Row(letters("m! k, e! k n, e! -> m! n"))
 
 
 def _matmul_form(call: Call) -> Form | None:
@@ -176,8 +176,8 @@ ROWS: Mapping[str, Row] = {
     "aten.baddbmm": Row(_addmm_form),
     "aten.matmul": Row(_matmul_form),
     "aten.einsum": Row(_einsum_form),
-    "aten._grouped_mm": Row(letters(GROUPED)),
-    "transformers.grouped_mm_fallback": Row(letters(GROUPED)),
+    "aten._grouped_mm": GROUPED,
+    "transformers.grouped_mm_fallback": GROUPED,
     "aten.scaled_dot_product_attention": Row(_attention_form),
     "ring_attention": Row(_ring_form),
     **{

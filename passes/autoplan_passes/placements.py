@@ -1,0 +1,65 @@
+"""How one parameter lies on all axes inside a region: a text such as ``S(0)@ep S(1)`` comes in and goes out.
+
+A state without ``@axis`` is that of ``tp``; axes on which the parameter is whole are left out; ``R`` is whole
+on all of them. Pieces are cut in the order of ``ORDER``, each from the piece before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoplan_passes.states import REPLICATE, State, cut_tensor, join_tensors, parse_state
+
+# The axes on which parameters are cut, outermost first.
+ORDER = ("ep", "tp")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``states``: (axis, S) for each axis that cuts the parameter, in the order of ``ORDER``."""
+
+    states: tuple[tuple[str, State], ...] = ()
+
+    def __str__(self) -> str:
+        parts = [str(state) if axis == "tp" else f"{state}@{axis}" for axis, state in self.states]
+        return " ".join(parts) or "R"
+
+    def on(self, axis: str) -> State:
+        """The state on one axis."""
+        return dict(self.states).get(axis, REPLICATE)
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether a rank holds its own experts' alone, used on the tokens of every rank of ``ep``."""
+        return self.on("ep").is_shard
+
+    def cut(self, whole: torch.Tensor, places: Mapping[str, tuple[int, int]]) -> torch.Tensor:
+        """The piece of the rank whose (number, size) on each axis ``places`` gives."""
+        piece = whole
+        for axis, state in self.states:
+            piece = cut_tensor(piece, state, *places[axis])
+        return piece
+
+    def join(
+        self, piece: torch.Tensor, gather: Callable[[torch.Tensor, str], Sequence[torch.Tensor]]
+    ) -> torch.Tensor:
+        """The whole parameter; ``gather(piece, axis)`` gives the pieces of all ranks of an axis."""
+        for axis, state in reversed(self.states):
+            piece = join_tensors(gather(piece, axis), state)
+        return piece
+
+
+def parse_placement(text: str) -> Placement:
+    """Inverse of ``str``."""
+    parts = [part.partition("@") for part in text.split()]
+    return place_on({axis or "tp": parse_state(state) for state, _, axis in parts})
+
+
+def place_on(states: Mapping[str, State]) -> Placement:
+    """A placement from the state on every axis."""
+    return Placement(
+        tuple((axis, states[axis]) for axis in ORDER if axis in states and states[axis].is_shard)
+    )
