@@ -39,6 +39,12 @@ class InfeasibleError(AutoplanError):
     exit_code = 1
 
 
+class VerifyError(AutoplanError):
+    """A plan whose rewritten graph does not type-check; names region, op and what was expected there."""
+
+    exit_code = 1
+
+
 class ParityError(AutoplanError):
     """A parallel run whose loss or gradients differ from one process."""
 

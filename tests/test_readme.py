@@ -27,7 +27,7 @@ def test_the_two_commands_are_make_targets() -> None:
 
 
 def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Search, show, check, apply and run, as printed under "Try it"."""
+    """Search, show, verify, check, apply and run, as printed under "Try it"."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     train = tmp_path / "examples" / "train.py"
     train.write_text(re.sub(r"STEPS, SYMBOLS = 8, \d+", "STEPS, SYMBOLS = 8, 3", train.read_text()))
@@ -35,7 +35,14 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     commands = [line for line in shell_blocks()[1].splitlines() if line.startswith("autoplan ")]
-    assert [shlex.split(line)[1] for line in commands] == ["search", "show", "check", "apply", "run"]
+    assert [shlex.split(line)[1] for line in commands] == [
+        "search",
+        "show",
+        "verify",
+        "check",
+        "apply",
+        "run",
+    ]
     for line in commands:
         assert main(shlex.split(line)[1:]) == 0, line
     assert (tmp_path / "out" / "gpt.svg").read_text().startswith("<?xml")

@@ -176,22 +176,25 @@ def differences(
 
 
 @cache
-def layouts() -> dict[str, Layout]:
-    """A sensible layout of every model, and odd ones from random prices."""
+def layout_of(key: str) -> Layout:
+    """``"head/chosen"``: the sensible layout of a model; ``"head/1"``: an odd one, from random prices;
+    ``"head/tokens alone chosen"``: one that cuts tokens."""
     ROWS["autoplan_tests.grouped_mm"] = ROWS["aten._grouped_mm"]
-    made: dict[str, Layout] = {}
-    for name in MODELS:
-        graph = graph_of(name)
-        made[f"{name}/chosen"] = choose_layout(graph, WAYS, FlatPrices())
-        odd = LayoutSettings(elementwise=1.0, memory_s_per_byte=(0.0,))
-        for seed in SEEDS:
-            made[f"{name}/{seed}"] = choose_layout(graph, WAYS, RandomPrices(seed), settings=odd)
-        for kind, cutting in CUTTINGS.items():
-            odd, border = LayoutSettings(1.0, (0.0,), cutting=cutting), token_boundary(graph)
-            for prices, how in ((FlatPrices(), "chosen"), (RandomPrices(0), "0")):
-                cut = choose_layout(graph, WAYS, prices, settings=odd, boundary=border)
-                made[f"{name}/{kind} {how}"] = cut
-    return made
+    name, kind = key.split("/")
+    graph, (cutting, _, how) = graph_of(name), kind.rpartition(" ")
+    odd = LayoutSettings(elementwise=1.0, memory_s_per_byte=(0.0,))
+    prices = FlatPrices() if how == "chosen" else RandomPrices(int(how))
+    if cutting:
+        odd = LayoutSettings(1.0, (0.0,), cutting=CUTTINGS[cutting])
+        return choose_layout(graph, WAYS, prices, settings=odd, boundary=token_boundary(graph))
+    return choose_layout(graph, WAYS, prices, settings=None if how == "chosen" else odd)
+
+
+def layouts() -> dict[str, Layout]:
+    """Every layout of every model."""
+    cut = [f"{cutting} {how}" for cutting in CUTTINGS for how in ("chosen", "0")]
+    keys = [f"{name}/{kind}" for name in MODELS for kind in ("chosen", *SEEDS, *cut)]
+    return {key: layout_of(key) for key in keys}
 
 
 CUTTINGS = {"tokens and features": FEATURES_AND_TOKENS, "tokens alone": TOKENS_ALONE}

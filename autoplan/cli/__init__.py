@@ -14,7 +14,19 @@ from typing import Any
 
 from autoplan.errors import AutoplanError, BadInputError
 
-COMMANDS = ("search", "show", "check", "apply", "run", "explain", "export", "price", "validate", "hw")
+COMMANDS = (
+    "search",
+    "show",
+    "verify",
+    "check",
+    "apply",
+    "run",
+    "explain",
+    "export",
+    "price",
+    "validate",
+    "hw",
+)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -20,9 +20,12 @@ from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import AxisLayout, Layout, Part, Plan
 from autoplan.regions import Region, find_regions, region_graph
+from autoplan.runtime.issued import StageCollectives, stage_collectives
 from autoplan.runtime.weighting import TargetCount, find_target_count
 from autoplan.schedules import splits_backward
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
+from autoplan_passes.shard import AxisStep, shard_region
+from autoplan_passes.split_backward import defer_weight_gradients
 from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
 
 GraphPass = Callable[[fx.GraphModule], fx.GraphModule]
@@ -61,7 +64,8 @@ class Home:
 class RunProgram:
     """What the ranks of one part run. ``homes`` lists every parameter, tied ones once a place.
 
-    ``low_precision`` is the 16-bit dtype of the code where the optimizer keeps fp32 master weights.
+    ``collectives`` are what the code of each stage issues for one micro-batch, in order; all ranks of a stage
+    alike. ``low_precision`` is the 16-bit dtype of the code where the optimizer keeps fp32 master weights.
     """
 
     plan: Plan
@@ -74,6 +78,7 @@ class RunProgram:
     parameters: Mapping[str, TensorFacts]
     constants: Mapping[str, torch.Tensor]
     loss_dtype: torch.dtype
+    collectives: tuple[StageCollectives, ...] = ()
     target_count: TargetCount | None = None
     low_precision: torch.dtype | None = None
 
@@ -228,6 +233,7 @@ def prepare(
         },
         constants=capture.constants,
         loss_dtype=next(n for n in capture.graph.nodes if n.name == capture_loss(capture)).meta["val"].dtype,
+        collectives=stage_collectives(programs, graphs, part.mesh),
         target_count=find_target_count(capture),
     )
 
@@ -240,15 +246,21 @@ def local_graphs(
     for program in programs:
         for call in program.calls:
             calls.setdefault(call.graph_key, call)
-    return {key: _local_graph(capture, call, plan, passes) for key, call in calls.items()}
+    part = single_part(plan)
+    return {key: finished(local_graph(capture, call, plan, passes), part) for key, call in calls.items()}
 
 
-def _local_graph(
-    capture: Capture, call: RegionCall, plan: Plan, passes: Sequence[GraphPass]
+def local_graph(
+    capture: Capture,
+    call: RegionCall,
+    plan: Plan,
+    passes: Sequence[GraphPass] = (),
+    steps: list[AxisStep] | None = None,
 ) -> fx.GraphModule:
-    from autoplan_passes.shard import shard_region
-    from autoplan_passes.split_backward import defer_weight_gradients
+    """The graph one rank runs for a region, before what :func:`finished` does to it.
 
+    ``steps`` receives the graphs before and after each axis.
+    """
     part = single_part(plan)
     graph = region_graph(capture, call.region, part.micro_batch)
     for rewrite in passes:
@@ -262,7 +274,11 @@ def _local_graph(
     if capture.dtype != plan.workload.dtype:
         for axis, placed in layout.axes.items():
             layout = layout.replace_axis(axis, with_casts_of(graph, placed))
-    local = shard_region(graph, layout)
+    return shard_region(graph, layout, steps)
+
+
+def finished(local: fx.GraphModule, part: Part) -> fx.GraphModule:
+    """The local graph as the part's schedule wants it."""
     return defer_weight_gradients(local) if splits_backward(part.schedule) else local
 
 

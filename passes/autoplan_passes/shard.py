@@ -102,14 +102,33 @@ def output_states(graph: fx.GraphModule, layout: AxisLayout) -> list[tuple[fx.No
     ]
 
 
-def shard_region(graph: fx.GraphModule, layout: Layout) -> fx.GraphModule:
-    """The graph of one rank under every axis of the layout, in the order of ``REGION_AXES``."""
+@dataclass(frozen=True)
+class AxisStep:
+    """One application of the pass: the graph before and after one axis."""
+
+    axis: str
+    layout: AxisLayout
+    whole: fx.GraphModule
+    local: fx.GraphModule
+
+
+def shard_region(
+    graph: fx.GraphModule, layout: Layout, steps: list[AxisStep] | None = None
+) -> fx.GraphModule:
+    """The graph of one rank under every axis of the layout, in the order of ``REGION_AXES``.
+
+    ``steps``, where given, receives what was done on each axis, for the type check.
+    """
+    used = [axis for axis in REGION_AXES if layout.on(axis).size > 1]
     local = graph
     with dry_groups(layout):  # what one axis inserts is run again on the next
-        for axis in REGION_AXES:
-            if layout.on(axis).size > 1:
-                local = shard_axis(local, layout.on(axis), axis, layout.region_class)
-    return local if local is not graph else shard_axis(graph, NO_AXIS, "tp", layout.region_class)
+        for axis in used or ["tp"]:
+            placed = layout.on(axis) if used else NO_AXIS
+            step = AxisStep(axis, placed, local, shard_axis(local, placed, axis, layout.region_class))
+            local = step.local
+            if steps is not None:
+                steps.append(step)
+    return local
 
 
 def shard_axis(
@@ -136,10 +155,10 @@ def shard_axis(
 
 
 @contextmanager
-def dry_group(axis: str, size: int) -> Generator[None]:
+def dry_group(axis: str, size: int, rank: int = 0) -> Generator[None]:
     """Bind the axis, beside those bound already, to a group that sends nothing, for running local graphs on
     fake tensors."""
-    group = DryExperts(0, size) if axis == "ep" else collectives.DryGroup(0, size)
+    group = DryExperts(rank, size) if axis == "ep" else collectives.DryGroup(rank, size)
     before = collectives.bind({**collectives.GROUPS, axis: group})
     try:
         yield
