@@ -29,7 +29,7 @@ from autoplan.plan import NO_AXIS, AxisLayout, Layout
 from autoplan.planner.layout import Boundary, LayoutSettings, choose_layout
 from autoplan.runtime.forked import run_ranks
 from autoplan_passes import collectives
-from autoplan_passes.candidates import FEATURES_AND_TOKENS, TOKENS_ALONE, find_differentiable
+from autoplan_passes.candidates import FEATURES_AND_TOKENS, TOKENS_ALONE, Cutting, find_differentiable
 from autoplan_passes.conversions import TABLE, chains
 from autoplan_passes.dim_kinds import batch_size, find_dim_kinds, token_state
 from autoplan_passes.rules import ROWS
@@ -186,27 +186,41 @@ def layout_of(key: str) -> Layout:
     prices = FlatPrices() if how == "chosen" else RandomPrices(int(how))
     if cutting:
         odd = LayoutSettings(1.0, (0.0,), cutting=CUTTINGS[cutting])
-        return choose_layout(graph, WAYS, prices, settings=odd, boundary=token_boundary(graph))
+        border = token_boundary(graph, CUTTINGS[cutting].zigzag)
+        return choose_layout(graph, WAYS, prices, settings=odd, boundary=border)
     return choose_layout(graph, WAYS, prices, settings=None if how == "chosen" else odd)
 
 
 def layouts() -> dict[str, Layout]:
     """Every layout of every model."""
-    cut = [f"{cutting} {how}" for cutting in CUTTINGS for how in ("chosen", "0")]
+    cut = [f"{kind} {how}" for kind in CUTTINGS for how in ways_to_choose(kind)]
     keys = [f"{name}/{kind}" for name in MODELS for kind in ("chosen", *SEEDS, *cut)]
     return {key: layout_of(key) for key in keys}
 
 
-CUTTINGS = {"tokens and features": FEATURES_AND_TOKENS, "tokens alone": TOKENS_ALONE}
+CUTTINGS = {
+    "tokens and features": FEATURES_AND_TOKENS,
+    "tokens alone": TOKENS_ALONE,
+    "tokens round a ring": Cutting(features=False, tokens=True, ring=True),
+    "tokens in zigzag": Cutting(features=False, tokens=True, zigzag=True, ring=True),
+}
 
 
-def token_boundary(graph: fx.GraphModule) -> Boundary:
+def ways_to_choose(kind: str) -> tuple[str, ...]:
+    """By good prices; where that leaves much to choose, by random ones too."""
+    return ("chosen",) if CUTTINGS[kind].ring else ("chosen", "0")
+
+
+RING_MODELS = ("fused split", "grouped", "grouped native", "one kv head", "latent attention")
+
+
+def token_boundary(graph: fx.GraphModule, zigzag: bool) -> Boundary:
     """What flows in and out is cut along its tokens where it has any."""
     kinds, batch = find_dim_kinds(graph.graph), batch_size(graph.graph)
     differentiable = find_differentiable(graph.graph)
 
     def state(node: fx.Node) -> State:
-        cut = token_state(kinds[node], node.meta["val"].shape, batch, WAYS)
+        cut = token_state(kinds[node], node.meta["val"].shape, batch, WAYS, zigzag)
         return cut if cut and node in differentiable else REPLICATE
 
     inputs = [n for n in graph.graph.nodes if n.meta.get("kind") == "input"]
@@ -214,7 +228,7 @@ def token_boundary(graph: fx.GraphModule) -> Boundary:
     return Boundary({n.name: state(n) for n in inputs}, {i: state(n) for i, n in enumerate(outputs)})
 
 
-STATES = [parse_state(text) for text in ("R", "R*", "P", "S(0)", "S(1)", "S(1:4+8)")]
+STATES = [parse_state(text) for text in ("R", "R*", "P", "S(0)", "S(1)", "S(1:4+8)", "Z(1)", "Z(1:4+8)")]
 PAIRS = [(a, b) for a in STATES for b in STATES if a != b]
 
 
@@ -319,10 +333,12 @@ def test_random_layouts_equal_one_process(name: str, ranks: Ranks) -> None:
 def test_cut_tokens_equal_one_process(name: str, kind: str, ranks: Ranks) -> None:
     """Activations cut along their tokens at the region's boundary, and inside as the prices have it; tokens
     merged with samples were cut between samples."""
-    for how in ("chosen", "0"):
+    for how in ways_to_choose(kind):
         layout = layouts()[f"{name}/{kind} {how}"]
         tensor, difference = ranks.worst(f"{name}/{kind} {how}")
         assert difference <= LIMIT, (how, tensor, difference)
+        if CUTTINGS[kind].ring and name in RING_MODELS:
+            assert any("ring_attention" in rule for rule in layout.tp.rules.values())
         if kind == "tokens alone":
             assert set(layout.tp.parameters.values()) <= {"R"}
     cut = {name: layouts()[f"{name}/tokens alone chosen"].tp for name in MODELS}

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import fx
 
+from autoplan_cost_models.collectives import overlap_adds_s
 from autoplan_passes import table_contractions
 from autoplan_passes.calls import Call, first_tensor, op_name, tensor_inputs
 from autoplan_passes.candidates import FEATURES, Cutting
@@ -76,7 +77,8 @@ class Pricing:
         weight = 1.0 if op_name(node) in table_contractions.ROWS else self.settings.elementwise
         seconds = weight * self.prices.operation_s(node, self.share(node, rule)) if weight else 0.0
         for forward, backward, sent, sent_back in implementation_sends(rule.implementation, Call(node)):
-            seconds += self._sent_s(forward, sent) + self._sent_s(backward, sent_back)
+            traffic = self._sent_s(forward, sent) + self._sent_s(backward, sent_back)
+            seconds += overlap_adds_s(seconds, traffic) if forward == "ring" else traffic
         return seconds
 
     def share(self, node: fx.Node, rule: Rule) -> float:
@@ -88,11 +90,16 @@ class Pricing:
             states += zip(tensor_inputs(node), rule.inputs)
         whole = sum(tensor_bytes(n) for n, _ in states)
         if self._is_compute_bound(node, whole):
-            return 1.0 / self.size
+            return self._busiest(node, rule) / self.size
         return sum(tensor_bytes(n) / (self.size if s.is_shard else 1) for n, s in states) / whole
 
+    def _busiest(self, node: fx.Node, rule: Rule) -> float:
+        """What the busiest rank does, in even shares: on a causal ring without zigzag the last does most."""
+        uneven = rule.implementation == table_contractions.RING and not rule.output.zigzag
+        return 2 - 1 / self.size if uneven and Call(node).arguments["is_causal"] else 1.0
+
     def _is_compute_bound(self, node: fx.Node, moved_bytes: float) -> bool:
-        if op_name(node) == "aten.scaled_dot_product_attention":
+        if op_name(node) in ("aten.scaled_dot_product_attention", table_contractions.RING):
             return True
         form = form_of(node) if op_name(node) in table_contractions.ROWS else None
         return (

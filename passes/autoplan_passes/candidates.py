@@ -38,7 +38,8 @@ MAX_SWEEPS = 8
 @dataclass(frozen=True)
 class Cutting:
     """Which dims an axis may cut: those of parameters and what they make (``features``), the tokens of each
-    sample (``tokens``), the samples of a micro-batch (``batch``).
+    sample (``tokens``, in ``zigzag`` or straight), the samples of a micro-batch (``batch``). With
+    ``ring`` attention may pass keys and values round the axis.
 
     Parameters are stored whole along tokens and samples, and altogether where features are not cut.
     """
@@ -46,6 +47,8 @@ class Cutting:
     features: bool = True
     tokens: bool = False
     batch: bool = False
+    zigzag: bool = False
+    ring: bool = False
 
     def allows(self, kind: str) -> bool:
         """Whether an atom of this kind may be cut; merged samples and tokens follow what was cut of them."""
@@ -81,7 +84,7 @@ def find_facts(
     spread.run()
     cuts = {node: frozenset(states) for node, states in spread.cuts.items()}
     lent = {node: frozenset(states) for node, states in spread.lent.items()}
-    return Facts(differentiable, cuts, lent)
+    return Facts(differentiable, cuts, lent, cutting.ring)
 
 
 def find_differentiable(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -139,8 +142,11 @@ class _Spread:
         """Cuts along the tokens and samples that a tensor counts; tokens merged with samples inside each."""
         for dim, (kind, size) in enumerate(zip(self.kinds[node], shape_of(node))):
             if kind == TOKENS and self.cutting.tokens:
-                yield State("S", dim, (size // self.batch,)).fitted(shape_of(node))
-            elif (kind == TOKEN and self.cutting.tokens) or (kind == BATCH and self.cutting.batch):
+                inside = State("S", dim, (size // self.batch,), self.cutting.zigzag)
+                yield inside.fitted(shape_of(node))
+            elif kind == TOKEN and self.cutting.tokens:
+                yield shard(dim, zigzag=self.cutting.zigzag)
+            elif kind == BATCH and self.cutting.batch:
                 yield shard(dim)
 
     def add_all(self, node: fx.Node, states: Iterator[State] | list[State]) -> None:
@@ -191,7 +197,7 @@ class _Spread:
         """Too few kv heads to cut: query heads may be cut inside every group of them."""
         kv, group = form.sizes.get("kv", 1), form.sizes.get("group", 1)
         if group > 1 and kv % self.size and group % self.size == 0:
-            state = place(form, 0, ("group", ()))
+            state = place(form, 0, ("group", (), False))
             self.add_all(call.tensors[0], [state] if state else [])
 
     def _spread_parts(self, form: Form, call: Call) -> None:
@@ -208,15 +214,16 @@ class _Spread:
             for tensor, start, extent in parts.pieces:
                 own = narrow(state.sections_of(length), start, extent)
                 if own is not None:
-                    self.add_all(nodes[tensor], [shard(parts.dim, own)])
-        cut_dims = {state.dim for tensor in call.tensors for state in self.cuts.get(tensor, ())}
-        if parts.whole == OUTPUT and parts.dim in cut_dims:
-            self.add_all(whole, [shard(parts.dim, [extent for _, _, extent in parts.pieces])])
+                    self.add_all(nodes[tensor], [shard(parts.dim, own, state.zigzag)])
+        if parts.whole == OUTPUT:
+            cuts = [s for tensor in call.tensors for s in self.cuts.get(tensor, ()) if s.dim == parts.dim]
+            extents = [extent for _, _, extent in parts.pieces]
+            self.add_all(whole, [shard(parts.dim, extents, zigzag) for zigzag in {s.zigzag for s in cuts}])
 
     def _propose_sections(self, whole: fx.Node) -> None:
         """Sections of a tensor whose users take pieces of one dim and want the pieces cut."""
         bounds: dict[int, set[int]] = {}
-        wanted_dims: set[int] = set()
+        wanted_cuts: set[tuple[int, bool]] = set()
         for user in whole.users:
             parts = self.forms[user].parts if user in self.forms else None
             if parts is None or parts.whole == OUTPUT:
@@ -226,7 +233,7 @@ class _Spread:
             sections = max((s.sections_of(extent) for s in wanted), key=len, default=())
             ends = bounds.setdefault(parts.dim, {0, shape_of(whole)[parts.dim]})
             ends |= {start, start + extent} | {start + sum(sections[:i]) for i in range(len(sections))}
-            wanted_dims |= {parts.dim} if wanted else set()
-        for dim in wanted_dims:
+            wanted_cuts |= {(parts.dim, state.zigzag) for state in wanted}
+        for dim, zigzag in wanted_cuts:
             marks = sorted(bounds[dim])
-            self.add_all(whole, [shard(dim, [b - a for a, b in pairwise(marks)])])
+            self.add_all(whole, [shard(dim, [b - a for a, b in pairwise(marks)], zigzag)])

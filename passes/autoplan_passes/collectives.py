@@ -3,7 +3,8 @@
 A tensor in, a tensor out, differentiable. Imports torch alone: generated stage modules carry a copy of
 this file. Call ``bind({"tp": group})`` first, with a process group or a :class:`DryGroup`.
 
-``sections`` are the sizes of consecutive parts of the whole dim, each cut by itself (fused weights).
+``sections`` are the sizes of consecutive parts of the whole dim, each cut by itself (fused weights); in
+``zigzag`` a rank holds piece r of 2n of each and its mirror image.
 """
 
 from __future__ import annotations
@@ -58,19 +59,21 @@ def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
     return comm.wait_tensor(comm.all_reduce(x.contiguous(), how, group.group_name))
 
 
-def _all_gather(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def _all_gather(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     group, size = GROUPS[axis], size_of(axis)
     if isinstance(group, DryGroup):
-        return _join([x] * size, dim, sections)
+        return _join([x] * size, dim, sections, zigzag)
     comm = torch.ops._c10d_functional
     flat = x.contiguous().reshape(1, *x.shape)
     full = comm.wait_tensor(comm.all_gather_into_tensor(flat, size, group.group_name))
-    return _join(full.unbind(0), dim, sections)
+    return _join(full.unbind(0), dim, sections, zigzag)
 
 
-def _reduce_scatter(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def _reduce_scatter(
+    x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
     group, size = GROUPS[axis], size_of(axis)
-    pieces = torch.stack(_pieces(x, dim, size, sections))
+    pieces = torch.stack(_pieces(x, dim, size, sections, zigzag))
     if isinstance(group, DryGroup):
         return pieces[0].clone()
     comm = torch.ops._c10d_functional
@@ -94,28 +97,37 @@ def _all_to_all(
     return _join(pieces.unbind(0), from_dim, sections)
 
 
-def _pieces(x: Tensor, dim: int, size: int, sections: Sequence[int] = ()) -> list[Tensor]:
-    if not sections:
+def _pieces(
+    x: Tensor, dim: int, size: int, sections: Sequence[int] = (), zigzag: bool = False
+) -> list[Tensor]:
+    if not sections and not zigzag:
         return list(x.chunk(size, dim))
-    parts = [part.chunk(size, dim) for part in x.split(list(sections), dim)]
-    return [torch.cat(own, dim) for own in zip(*parts)]
+    return [_cut(x, dim, rank, size, sections, zigzag) for rank in range(size)]
 
 
-def _cut(x: Tensor, dim: int, rank: int, size: int, sections: Sequence[int] = ()) -> Tensor:
+def _cut(
+    x: Tensor, dim: int, rank: int, size: int, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
     parts = x.split(list(sections), dim) if sections else [x]
-    own = [part.chunk(size, dim)[rank] for part in parts]
+    held = (rank, 2 * size - 1 - rank) if zigzag else (rank,)
+    own = [part.chunk(size * len(held), dim)[i] for part in parts for i in held]
     return torch.cat(own, dim) if len(own) > 1 else own[0].contiguous()
 
 
-def _join(pieces: Sequence[Tensor], dim: int, sections: Sequence[int] = ()) -> Tensor:
-    if not sections:
+def _join(pieces: Sequence[Tensor], dim: int, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
+    if not sections and not zigzag:
         return torch.cat(list(pieces), dim)
-    by_rank = [piece.split([n // len(pieces) for n in sections], dim) for piece in pieces]
-    return torch.cat([part for section in zip(*by_rank) for part in section], dim)
+    turns = 2 if zigzag else 1  # the second half of every section comes in reverse order of ranks
+    whole = sections or [len(pieces) * pieces[0].shape[dim]]
+    by_rank = [
+        piece.split([n // len(pieces) // turns for n in whole for _ in range(turns)], dim) for piece in pieces
+    ]
+    joined = [part[::-1] if i % turns else part for i, part in enumerate(zip(*by_rank))]
+    return torch.cat([piece for part in joined for piece in part], dim)
 
 
-def _slice(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
-    return _cut(x, dim, rank_of(axis), size_of(axis), sections)
+def _slice(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
+    return _cut(x, dim, rank_of(axis), size_of(axis), sections, zigzag)
 
 
 def _same(x: Tensor, *_: Any) -> Tensor:
@@ -160,24 +172,28 @@ def reduce_from(x: Tensor, axis: str) -> Tensor:
     return _convert(x, _all_reduce, _same, axis)
 
 
-def gather_from(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def gather_from(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     """Pieces of ``dim`` to the whole on every rank; each rank keeps its piece of the gradient."""
-    return _convert(x, _all_gather, _slice, dim, axis, sections)
+    return _convert(x, _all_gather, _slice, dim, axis, sections, zigzag)
 
 
-def scatter_to(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def scatter_to(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     """Replicated to this rank's piece of ``dim``; the pieces of the gradient are gathered."""
-    return _convert(x, _slice, _all_gather, dim, axis, sections)
+    return _convert(x, _slice, _all_gather, dim, axis, sections, zigzag)
 
 
-def gather_reduce(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def gather_reduce(
+    x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
     """Pieces to the whole, about to be used on shards: gradients are summed and scattered."""
-    return _convert(x, _all_gather, _reduce_scatter, dim, axis, sections)
+    return _convert(x, _all_gather, _reduce_scatter, dim, axis, sections, zigzag)
 
 
-def reduce_scatter(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def reduce_scatter(
+    x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
     """Partial sums to this rank's piece of their sum; the pieces of the gradient are gathered."""
-    return _convert(x, _reduce_scatter, _all_gather, dim, axis, sections)
+    return _convert(x, _reduce_scatter, _all_gather, dim, axis, sections, zigzag)
 
 
 def all_to_all(
@@ -194,9 +210,9 @@ def all_to_all(
     return _Convert.apply(x, _all_to_all, there, _all_to_all, back)  # pyright: ignore[reportReturnType] - torch types apply as Any
 
 
-def slice_of(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def slice_of(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     """This rank's piece of a replicated tensor whose gradient may differ by rank; nothing is sent."""
-    return _slice(x, dim, axis, sections)
+    return _slice(x, dim, axis, sections, zigzag)
 
 
 def on_first_rank(x: Tensor, axis: str) -> Tensor:
@@ -214,10 +230,10 @@ def first_of(x: Tensor, axis: str) -> Tensor:
     return _convert(x, _first, _first, axis)
 
 
-def embed_piece(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def embed_piece(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     """A piece of ``dim`` to a partial sum: zeros where other ranks have their pieces."""
     rank, empty = rank_of(axis), torch.zeros_like(x)
-    return _join([x if r == rank else empty for r in range(size_of(axis))], dim, sections)
+    return _join([x if r == rank else empty for r in range(size_of(axis))], dim, sections, zigzag)
 
 
 # --- ops whose own dim is cut --------------------------------------------------------------------
@@ -283,10 +299,10 @@ def position_cross_entropy(
 
 
 def sliced_dropout(
-    x: Tensor, p: float, dim: int, axis: str, sections: Sequence[int] = ()
+    x: Tensor, p: float, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Dropout of a cut tensor by this rank's piece of the mask that one process would draw."""
     shape = [n * size_of(axis) if d == dim else n for d, n in enumerate(x.shape)]
     full = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
-    mask = _slice(full, dim, axis, sections)
+    mask = _slice(full, dim, axis, sections, zigzag)
     return x * mask / (1 - p), mask.bool()

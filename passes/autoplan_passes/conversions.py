@@ -54,12 +54,13 @@ class Conversion:
         cut = self.source if self.source.is_shard else self.target
         return (cut.dim,) if cut.is_shard else ()
 
-    def sections(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Arguments after the axis, of a tensor of this whole shape: sections of what is cut, if any."""
+    def sections(self, shape: Sequence[int]) -> tuple[tuple[int, ...] | bool, ...]:
+        """Arguments after the axis, of a tensor of this whole shape: sections of what is cut, and zigzag."""
         cuts = [state for state in (self.source, self.target) if state.is_shard]
-        if not any(state.sections for state in cuts):
+        if not any(state.sections or state.zigzag for state in cuts):
             return ()
-        return tuple(state.sections_of(shape[state.dim]) if state.sections else () for state in cuts)
+        sections = (state.sections_of(shape[state.dim]) if state.sections else () for state in cuts)
+        return (*sections, *([True] if any(state.zigzag for state in cuts) else []))
 
     @property
     def effort(self) -> float:
@@ -72,7 +73,7 @@ def conversion(source: State, target: State, differentiable: bool = True) -> Con
     if source == target or row is None:
         return None
     both_cut = source.is_shard and target.is_shard
-    if both_cut and source.dim == target.dim:
+    if both_cut and (source.dim == target.dim or source.zigzag or target.zigzag):
         return None
     forward, backward, function = row
     if not differentiable:

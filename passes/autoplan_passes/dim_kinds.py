@@ -59,7 +59,9 @@ def input_kinds(node: fx.Node, batch: int) -> Kinds:
     return tuple(kinds)
 
 
-def token_state(kinds: Kinds, shape: Sequence[int], batch: int, ways: int) -> State | None:
+def token_state(
+    kinds: Kinds, shape: Sequence[int], batch: int, ways: int, zigzag: bool = False
+) -> State | None:
     """The one cut of a tensor along its tokens, inside each of ``batch`` samples; None where there is none.
 
     A tensor with two dims of tokens (scores, images) is not cut.
@@ -69,7 +71,7 @@ def token_state(kinds: Kinds, shape: Sequence[int], batch: int, ways: int) -> St
         return None
     (dim,) = dims
     inside = (shape[dim] // batch,) if kinds[dim] == TOKENS else ()
-    state = State("S", dim, inside).fitted(shape)
+    state = State("S", dim, inside, zigzag).fitted(shape)
     return state if divides(shape, state, ways) else None
 
 

@@ -15,7 +15,7 @@ from autoplan_passes.states import State, shard
 
 Dims = tuple[tuple[str, ...], ...]
 Shape = tuple[int, ...]
-Cut = tuple[str, tuple[int, ...]]
+Cut = tuple[str, tuple[int, ...], bool]
 
 FACTOR, ADDEND, NONLINEAR = "f", "a", "n"
 OUTPUT = -1
@@ -62,7 +62,7 @@ class Form:
 
 
 def carry(form: Form, tensor: int, state: State, ways: int) -> Cut | None:
-    """The atom, and the sections of it, that ``state`` of ``tensor`` cuts; None where no atom fits."""
+    """The atom that ``state`` of ``tensor`` cuts, its sections, whether in zigzag; None where none fits."""
     dims = form.dims_of(tensor)
     if state.dim >= len(dims):
         return None
@@ -71,12 +71,13 @@ def carry(form: Form, tensor: int, state: State, ways: int) -> Cut | None:
     sections = state.sections_of(total)
     if not sections:
         return None
+    pieces = ways * (2 if state.zigzag else 1)
     for position, atom in enumerate(dim):
         outer = math.prod(sizes[a] for a in dim[:position])
         inner = math.prod(sizes[a] for a in dim[position + 1 :])
         own = _atom_sections(sections, outer, inner)
-        if own and all(n % ways == 0 for n in own) and atom not in form.blocked:
-            return atom, own if len(own) > 1 else ()
+        if own and all(n % pieces == 0 for n in own) and atom not in form.blocked:
+            return atom, own if len(own) > 1 else (), state.zigzag
     return None
 
 
@@ -91,13 +92,13 @@ def _atom_sections(sections: Sequence[int], outer: int, inner: int) -> tuple[int
 
 def place(form: Form, tensor: int, cut: Cut) -> State | None:
     """The state that ``cut`` gives ``tensor``; None where the tensor lacks the atom."""
-    atom, own = cut
+    atom, own, zigzag = cut
     for index, dim in enumerate(form.dims_of(tensor)):
         if atom in dim:
             position = dim.index(atom)
             outer = math.prod(form.sizes[a] for a in dim[:position])
             inner = math.prod(form.sizes[a] for a in dim[position + 1 :])
-            return shard(index, tuple(n * inner for n in own or (form.sizes[atom],)) * outer)
+            return shard(index, tuple(n * inner for n in own or (form.sizes[atom],)) * outer, zigzag)
     return None
 
 

@@ -6,6 +6,7 @@ arguments, and its collectives with their bytes, go out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoplan_passes import collectives
+from autoplan_passes import collectives, ring
 from autoplan_passes.calls import Call, first_tensor
 from autoplan_passes.states import State
 
@@ -58,8 +59,31 @@ def _one_count_sent(_call: Call) -> tuple[Sent, ...]:
 
 def _dropout_arguments(call: Call, output: State, axis: str) -> tuple[Any, ...]:
     tensor = next(iter(call.tensors))
-    sections = (output.sections_of(call.output[output.dim]),) if output.sections else ()
-    return (tensor, call.arguments["p"], output.dim, axis, *sections)
+    sections = output.sections_of(call.output[output.dim]) if output.sections else ()
+    order = (sections, True) if output.zigzag else (sections,) if sections else ()
+    return (tensor, call.arguments["p"], output.dim, axis, *order)
+
+
+def _ring_arguments(call: Call, output: State, axis: str) -> tuple[Any, ...]:
+    given = call.arguments
+    scale = given["scale"] or call.shapes[0][-1] ** -0.5
+    tensors = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    return (*tensors, bool(given["is_causal"]), scale, output.zigzag, axis)
+
+
+def _ring_sent(call: Call) -> tuple[Sent, ...]:
+    """Keys and values pass all ranks; backward with their gradients in single precision or better."""
+    keys_values = [first_tensor(tensor) for tensor in call.tensors[1:3]]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in keys_values)
+    gradients = sum(tensor.numel() * max(4, tensor.element_size()) for tensor in keys_values)
+    return (("ring", "ring", held, held + gradients),)
+
+
+def _repeated_heads_sent(call: Call) -> tuple[Sent, ...]:
+    """Keys and values by heads, each head once for every rank that needs it: one head a rank."""
+    sizes = [math.prod(shape) / shape[1] for shape in call.shapes[1:3]]
+    sent = [size * first_tensor(tensor).element_size() for size, tensor in zip(sizes, call.tensors[1:3])]
+    return tuple(("all_to_all", "all_to_all", size, size) for size in sent)
 
 
 def _nothing_sent(_call: Call) -> tuple[Sent, ...]:
@@ -75,12 +99,17 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         collectives.position_cross_entropy, _position_entropy_arguments, _one_count_sent
     ),
     "sliced_dropout": Implementation(collectives.sliced_dropout, _dropout_arguments, _nothing_sent),
+    "ring_attention": Implementation(ring.ring_attention, _ring_arguments, _ring_sent),
 }
+# The op itself, on inputs that are sent on the way to it (see ``local_ops``).
+SENT_ON_THE_WAY: Mapping[str, Callable[[Call], tuple[Sent, ...]]] = {"repeated_heads": _repeated_heads_sent}
 
 
 def implementation_sends(name: str, call: Call) -> tuple[Sent, ...]:
     """Collectives inside an implementation; none for the op itself."""
-    return IMPLEMENTATIONS[name].sent(call) if name in IMPLEMENTATIONS else ()
+    if name in IMPLEMENTATIONS:
+        return IMPLEMENTATIONS[name].sent(call)
+    return SENT_ON_THE_WAY[name](call) if name in SENT_ON_THE_WAY else ()
 
 
 def scaled(graph: fx.Graph, node: fx.Node, size: int) -> fx.Node:

@@ -13,11 +13,13 @@ import torch
 from torch import fx
 
 from autoplan.errors import BadPlanError
+from autoplan_passes import collectives
 from autoplan_passes.calls import Call, first_tensor, op_name, shape_of, tensor_inputs
 from autoplan_passes.implementations import AVERAGE, IMPLEMENTATIONS, scaled
 from autoplan_passes.rows import Local
 from autoplan_passes.rules import Rule, row_of
 from autoplan_passes.states import is_at_experts, local_shape
+from autoplan_passes.table_contractions import RING
 
 # Views whose second argument is their sizes.
 SIZED_VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape", "aten.expand"})
@@ -34,6 +36,10 @@ def local_call(
     """
     if rule.implementation in IMPLEMENTATIONS:
         local = _replaced(graph, node, rule, inputs, axis)
+        if rule.implementation == RING:
+            local.meta["ring"] = (ways, rule.output.zigzag)
+    elif rule.implementation == "repeated_heads":
+        local = _with_repeated_heads(graph, node, inputs, axis, ways)
     else:
         local = _with_local_sizes(graph, node, rule, inputs, ways)
         if rule.implementation == AVERAGE:
@@ -52,6 +58,19 @@ def _replaced(
     if op_name(node) == "aten.dropout":
         return graph.call_function(operator.getitem, (propagate(local), 0))
     return local
+
+
+def _with_repeated_heads(
+    graph: fx.Graph, node: fx.Node, inputs: Mapping[fx.Node, fx.Node], axis: str, ways: int
+) -> fx.Node:
+    """``attention(q, k, v) -> attention(q, all_to_all(repeat_interleave(k, 4, 1), 2, 1, axis), ...)``"""
+    made = dict(inputs)
+    for tensor in Call(node).tensors[1:3]:
+        repeats = ways // shape_of(tensor)[1]
+        repeat = torch.ops.aten.repeat_interleave.self_int
+        repeated = propagate(graph.call_function(repeat, (inputs[tensor], repeats, 1)))
+        made[tensor] = propagate(graph.call_function(collectives.all_to_all, (repeated, 2, 1, axis)))
+    return graph.node_copy(node, made.__getitem__)
 
 
 def _with_local_sizes(

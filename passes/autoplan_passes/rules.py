@@ -24,6 +24,7 @@ from autoplan_passes.calls import Call, first_tensor, op_name, overload_name, sh
 from autoplan_passes.dims import ADDEND, FACTOR, OUTPUT, Cut, Form, carry, narrow, place
 from autoplan_passes.rows import Choice, Row
 from autoplan_passes.states import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRADIENT, State, divides, shard
+from autoplan_passes.table_contractions import RING
 
 ROWS: dict[str, Row] = {
     **table_pointwise.ROWS,
@@ -62,12 +63,15 @@ class Facts:
 
     ``differentiable`` holds the nodes through which gradients flow; ``cuts`` the S states worth considering
     of each node (absent: none); ``lent`` those that follow the tokens or samples of other tensors, in which
-    no parameter is stored. See :func:`autoplan_passes.candidates.find_facts`.
+    no parameter is stored. ``ring``: attention may pass keys and values round the axis. See
+    :func:`autoplan_passes.candidates.find_facts`.
     """
 
     differentiable: frozenset[fx.Node] = frozenset()
     cuts: Mapping[fx.Node, frozenset[State]] = field(default_factory=dict[fx.Node, frozenset[State]])
     lent: Mapping[fx.Node, frozenset[State]] = field(default_factory=dict[fx.Node, frozenset[State]])
+
+    ring: bool = False
 
     def stored_cuts(self, parameter: fx.Node) -> list[State]:
         """The S states in which a parameter may be stored."""
@@ -109,9 +113,14 @@ def rules_for(node: fx.Node, size: int, facts: Facts | None = None) -> tuple[Rul
     found = {replicated: None}
     for choice in _choices(row, Call(node), size, known):
         rule = _fold(choice, Call(node).tensors, inputs, node, known)
-        if rule is not None:
+        if rule is not None and (rule.implementation != RING or _may_ring(Call(node), known)):
             found[rule] = None
     return tuple(found)
+
+
+def _may_ring(call: Call, facts: Facts) -> bool:
+    """Masks that are trained get no gradient from a ring."""
+    return facts.ring and not any(mask in facts.differentiable for mask in call.tensors[3:])
 
 
 def _choices(row: Row, call: Call, size: int, facts: Facts) -> Iterator[Choice]:
@@ -174,7 +183,7 @@ def _parts_choices(form: Form, call: Call, size: int, facts: Facts) -> Iterator[
         for tensor, start, extent in parts.pieces:
             own = narrow(state.sections_of(length), start, extent)
             if own is not None:
-                states[tensor] = shard(parts.dim, own)
+                states[tensor] = shard(parts.dim, own, state.zigzag)
         if len(states) == len(parts.pieces) + 1:
             inputs = tuple(states[i] for i in range(len(call.tensors)))
             yield Choice(inputs, states[OUTPUT])

@@ -280,16 +280,18 @@ class _Sharder:
         states = dict(zip(tensor_inputs(node), rule.inputs))
         inputs = {n: self.fetch(n, states.get(n, REPLICATE)) for n in node.all_input_nodes}
         local = local_call(self.graph, node, rule, inputs, self.axis, self.layout.size)
-        sent = implementation_sends(rule.implementation, Call(node))
+        sent = tuple((*one, self.axis) for one in implementation_sends(rule.implementation, Call(node)))
+        sent += _of_earlier_axes(node, local)
         if sent:
-            local.meta["collective"] = tuple((*one, self.axis) for one in sent)
-        elif "collective" in node.meta:  # of an axis before this one
-            share = tensor_bytes(local) / max(tensor_bytes(node), 1)
-            local.meta["collective"] = tuple(
-                (*kinds, forward * share, backward * share, axis)
-                for *kinds, forward, backward, axis in node.meta["collective"]
-            )
+            local.meta["collective"] = sent
         self._keep(node, rule.output, local)
+
+
+def _of_earlier_axes(node: fx.Node, local: fx.Node) -> tuple[tuple[str, str, float, float, str], ...]:
+    """What earlier axes send at this node, of the piece that is left of it."""
+    share = tensor_bytes(local) / max(tensor_bytes(node), 1)
+    sent = node.meta.get("collective", ())
+    return tuple((there, back, share * a, share * b, axis) for there, back, a, b, axis in sent)
 
 
 def _traced(local: fx.Node, node: fx.Node) -> fx.Node:

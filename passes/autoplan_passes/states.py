@@ -18,6 +18,9 @@ equal pieces, and a rank holds its piece of every section, joined. So a fused qu
 gate-up weight is cut and its parts stay together. The sections named repeat until the dim is full:
 ``S(0:16)`` cuts every run of 16, so tokens merged with samples are cut inside each sample, however many
 samples there are. Plain ``S(0)`` is one section.
+
+``Z(1)`` is S(1) cut in zigzag: of 2t equal pieces of each section a rank holds piece r and its mirror image
+2t - 1 - r, so that causal attention is as much work on every rank.
 """
 
 from __future__ import annotations
@@ -30,17 +33,19 @@ import torch
 
 @dataclass(frozen=True, order=True)
 class State:
-    """``kind`` in ``R R* S P``; ``dim`` the tensor dim of S, else -1; ``sections`` global sizes, repeated."""
+    """``kind`` in ``R R* S P``; ``dim`` the tensor dim of S, else -1; ``sections`` global sizes, repeated;
+    ``zigzag`` for the order of pieces of Z."""
 
     kind: str
     dim: int = -1
     sections: tuple[int, ...] = ()
+    zigzag: bool = False
 
     def __str__(self) -> str:
         if self.kind != "S":
             return self.kind
         sections = ":" + "+".join(map(str, self.sections)) if self.sections else ""
-        return f"S({self.dim}{sections})"
+        return f"{'Z' if self.zigzag else 'S'}({self.dim}{sections})"
 
     @property
     def is_shard(self) -> bool:
@@ -56,7 +61,7 @@ class State:
     def fitted(self, shape: Sequence[int]) -> State:
         """The same cut of a tensor of this shape, plain where one section is the whole dim."""
         whole = self.is_shard and self.dim < len(shape) and self.sections == (shape[self.dim],)
-        return State("S", self.dim) if whole else self
+        return State("S", self.dim, zigzag=self.zigzag) if whole else self
 
 
 REPLICATE = State("R")
@@ -64,9 +69,9 @@ REPLICATE_PARTIAL_GRADIENT = State("R*")
 PARTIAL = State("P")
 
 
-def shard(dim: int, sections: Sequence[int] = ()) -> State:
-    """S(dim) by the sections of the whole dim; one section or none is the plain cut."""
-    return State("S", dim, _period(tuple(sections)) if len(sections) > 1 else ())
+def shard(dim: int, sections: Sequence[int] = (), zigzag: bool = False) -> State:
+    """S(dim), or Z(dim), by the sections of the whole dim; one section or none is the plain cut."""
+    return State("S", dim, _period(tuple(sections)) if len(sections) > 1 else (), zigzag)
 
 
 def _period(sections: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,11 +93,11 @@ def is_at_experts(state: State) -> bool:
 
 def parse_state(text: str) -> State:
     """``"S(1)" -> State("S", 1)``, ``"S(0:64+32)"``, ``"R*"``; inverse of ``str``."""
-    if not text.startswith("S("):
+    if not text.startswith(("S(", "Z(")):
         return State(text)
     dim, _, sections = text[2:-1].partition(":")
     sizes = tuple(int(size) for size in sections.split("+")) if sections else ()
-    return State("S", int(dim), _period(sizes))
+    return State("S", int(dim), _period(sizes), text.startswith("Z"))
 
 
 def local_shape(shape: Sequence[int], state: State, size: int) -> tuple[int, ...]:
@@ -106,23 +111,27 @@ def divides(shape: Sequence[int], state: State, size: int) -> bool:
     """Whether every section of the cut dim splits into ``size`` equal, non-empty pieces."""
     if not state.is_shard:
         return True
-    sections = state.sections_of(shape[state.dim])
-    return bool(sections) and all(n >= size and n % size == 0 for n in sections)
+    sections, pieces = state.sections_of(shape[state.dim]), size * (2 if state.zigzag else 1)
+    return bool(sections) and all(n >= pieces and n % pieces == 0 for n in sections)
 
 
 def cut_tensor(full: torch.Tensor, state: State, rank: int, size: int) -> torch.Tensor:
     """What ``rank`` of ``size`` holds of ``full``: a piece of every section for S, else all of it."""
     if not state.is_shard or size == 1:
         return full
+    held = (rank, 2 * size - 1 - rank) if state.zigzag else (rank,)
     sections = full.split(state.sections_of(full.shape[state.dim]), dim=state.dim)
-    return torch.cat([part.chunk(size, dim=state.dim)[rank] for part in sections], dim=state.dim)
+    pieces = (part.chunk(size * len(held), dim=state.dim) for part in sections)
+    return torch.cat([part[i] for part in pieces for i in held], dim=state.dim)
 
 
 def join_tensors(pieces: Sequence[torch.Tensor], state: State) -> torch.Tensor:
     """The full tensor from every rank's piece (inverse of :func:`cut_tensor`; R takes the first)."""
     if not state.is_shard or len(pieces) == 1:
         return pieces[0]
+    turns = 2 if state.zigzag else 1  # the second half of every section comes in reverse order of ranks
     sections = state.sections_of(len(pieces) * pieces[0].shape[state.dim])
-    sizes = [n // len(pieces) for n in sections]
+    sizes = [n // len(pieces) // turns for n in sections for _ in range(turns)]
     by_rank = [piece.split(sizes, dim=state.dim) for piece in pieces]
-    return torch.cat([part for section in zip(*by_rank) for part in section], dim=state.dim)
+    joined = [part[::-1] if i % turns else part for i, part in enumerate(zip(*by_rank))]
+    return torch.cat([piece for part in joined for piece in part], dim=state.dim)

@@ -25,6 +25,7 @@ PATTERNS = {
     "aten.baddbmm": "+b m n, b m k, b k n -> b m n",
     "aten.outer": "m, n -> m n",
 }
+RING = "ring_attention"
 # Tokens m stay with their expert's rows, so they are not cut: experts are cut inside (columns, then rows).
 GROUPED = Row(letters("m! k, e! k n, e! -> m! n"))
 
@@ -98,6 +99,26 @@ def _heads_form(call: Call, grouped: bool, blocked: set[str]) -> Form:
         dims(shape, ("q",) if len(shape) > 1 and shape[-2] == query[-2] else ()) for shape in call.shapes[3:]
     ]
     return Form(tuple(inputs), dims(call.output, ("q",)), sizes, NONLINEAR * len(inputs), frozenset(blocked))
+
+
+def _attention_on_sequences(call: Call, size: int) -> Iterable[Choice]:
+    """Queries, keys and values cut along the sequence: keys and values pass round a ring, or come to the
+    ranks by heads, after fewer kv heads than ranks are repeated."""
+    query, key = call.shapes[0], call.shapes[1]
+    if len(query) != 4 or len(key) != 4 or call.arguments.get("dropout_p"):
+        return
+    for zigzag in (False, True):
+        pieces = [shard(2, zigzag=zigzag)] * 3
+        masks = [
+            shard(len(shape) - 2, zigzag=zigzag) if len(shape) > 1 and shape[-2:-1] != (1,) else REPLICATE
+            for shape in call.shapes[3:]
+        ]
+        yield Choice((*pieces, *masks), shard(2, zigzag=zigzag), RING)
+    fewer = size > key[1] and size % key[1] == 0 and query[1] % size == 0
+    whole_masks = all(shape[-3:-2] in ((), (1,)) for shape in call.shapes[3:])
+    if fewer and whole_masks and call.arguments.get("enable_gqa"):
+        masks = [REPLICATE] * len(call.shapes[3:])
+        yield Choice((shard(1), shard(2), shard(2), *masks), shard(1), "repeated_heads")
 
 
 def _conv_form(call: Call) -> Form | None:
@@ -178,7 +199,7 @@ ROWS: Mapping[str, Row] = {
     "aten.einsum": Row(_einsum_form),
     "aten._grouped_mm": GROUPED,
     "transformers.grouped_mm_fallback": GROUPED,
-    "aten.scaled_dot_product_attention": Row(_attention_form),
+    "aten.scaled_dot_product_attention": Row(_attention_form, special=_attention_on_sequences),
     "ring_attention": Row(_ring_form),
     **{
         f"aten.{name}": Row(_conv_form, _local_conv_groups)

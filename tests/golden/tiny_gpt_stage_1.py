@@ -85,31 +85,39 @@ def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
     return comm.wait_tensor(comm.all_reduce(x.contiguous(), how, group.group_name))
 
 
-def _all_gather(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def _all_gather(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     group, size = GROUPS[axis], size_of(axis)
     if isinstance(group, DryGroup):
-        return _join([x] * size, dim, sections)
+        return _join([x] * size, dim, sections, zigzag)
     comm = torch.ops._c10d_functional
     flat = x.contiguous().reshape(1, *x.shape)
     full = comm.wait_tensor(comm.all_gather_into_tensor(flat, size, group.group_name))
-    return _join(full.unbind(0), dim, sections)
+    return _join(full.unbind(0), dim, sections, zigzag)
 
 
-def _cut(x: Tensor, dim: int, rank: int, size: int, sections: Sequence[int] = ()) -> Tensor:
+def _cut(
+    x: Tensor, dim: int, rank: int, size: int, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
     parts = x.split(list(sections), dim) if sections else [x]
-    own = [part.chunk(size, dim)[rank] for part in parts]
+    held = (rank, 2 * size - 1 - rank) if zigzag else (rank,)
+    own = [part.chunk(size * len(held), dim)[i] for part in parts for i in held]
     return torch.cat(own, dim) if len(own) > 1 else own[0].contiguous()
 
 
-def _join(pieces: Sequence[Tensor], dim: int, sections: Sequence[int] = ()) -> Tensor:
-    if not sections:
+def _join(pieces: Sequence[Tensor], dim: int, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
+    if not sections and not zigzag:
         return torch.cat(list(pieces), dim)
-    by_rank = [piece.split([n // len(pieces) for n in sections], dim) for piece in pieces]
-    return torch.cat([part for section in zip(*by_rank) for part in section], dim)
+    turns = 2 if zigzag else 1  # the second half of every section comes in reverse order of ranks
+    whole = sections or [len(pieces) * pieces[0].shape[dim]]
+    by_rank = [
+        piece.split([n // len(pieces) // turns for n in whole for _ in range(turns)], dim) for piece in pieces
+    ]
+    joined = [part[::-1] if i % turns else part for i, part in enumerate(zip(*by_rank))]
+    return torch.cat([piece for part in joined for piece in part], dim)
 
 
-def _slice(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
-    return _cut(x, dim, rank_of(axis), size_of(axis), sections)
+def _slice(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
+    return _cut(x, dim, rank_of(axis), size_of(axis), sections, zigzag)
 
 
 def _same(x: Tensor, *_: Any) -> Tensor:
@@ -151,9 +159,9 @@ def reduce_from(x: Tensor, axis: str) -> Tensor:
     return _convert(x, _all_reduce, _same, axis)
 
 
-def gather_from(x: Tensor, dim: int, axis: str, sections: Sequence[int] = ()) -> Tensor:
+def gather_from(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     """Pieces of ``dim`` to the whole on every rank; each rank keeps its piece of the gradient."""
-    return _convert(x, _all_gather, _slice, dim, axis, sections)
+    return _convert(x, _all_gather, _slice, dim, axis, sections, zigzag)
 
 
 def on_first_rank(x: Tensor, axis: str) -> Tensor:
