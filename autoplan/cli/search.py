@@ -22,6 +22,21 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "-o", "--output", default="plan.yaml", metavar="FILE", help="where the plan goes (plan.yaml)"
     )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=N,N",
+        help="a plan for every value: devices, global_batch, sequence or a size; --hw takes several chips",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a sweep")
+    parser.add_argument(
+        "--device-hour",
+        action="append",
+        default=[],
+        metavar="HW=PRICE",
+        help="price of a device-hour, for a sweep",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -79,7 +94,57 @@ def _require_writable(output: Path) -> None:
         raise BadInputError(f"--output {output} cannot be written: give another file with -o.")
 
 
+def run_sweep(args: argparse.Namespace) -> int:
+    """A table of plans; exit code 1 where no point has one."""
+    from autoplan.cli.progress import output_to_stderr, progress
+    from autoplan.planner.driver import Request
+    from autoplan.planner.sweep import parse_sweeps, sweep
+    from autoplan.report.sweep import print_sweep, sweep_json, sweep_svg
+
+    values, hourly = parse_sweeps(args.sweep), _prices(args.device_hour)
+    sizes = {name: size for name, size in sizes_of(args).items() if name not in values}
+    request = Request(
+        args.model,
+        None,
+        args.devices,
+        args.global_batch,
+        args.dtype,
+        args.optimizer,
+        sizes,
+        tuple(args.pin),
+        tuple(args.opaque),
+    )
+    with output_to_stderr(args.json), progress(quiet=args.json) as say:
+        points = sweep(request, args.hw.split(",") if args.hw else [None], values, hourly=hourly, say=say)
+    if args.plot:
+        try:
+            args.plot.write_text(sweep_svg(points), encoding="utf-8")
+        except OSError as error:
+            raise BadInputError(f"cannot write --plot {args.plot}: {error.strerror}.") from None
+    if args.json:
+        print(json.dumps(sweep_json(points)))
+    else:
+        print_sweep(points)
+    return 0 if any(point.plan for point in points) else 1
+
+
+def _prices(texts: list[str]) -> dict[str, float]:
+    """``["h100=2.5"]`` by the profile's own name."""
+    from autoplan.hardware import load_profile
+
+    prices: dict[str, float] = {}
+    for text in texts:
+        name, _, price = text.partition("=")
+        try:
+            prices[load_profile(name).name] = float(price)
+        except ValueError:
+            raise BadInputError(f"--device-hour {text!r}: expected HW=PRICE, such as h100=2.5.") from None
+    return prices
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.sweep or (args.hw and "," in args.hw):
+        return run_sweep(args)
     output = Path(args.output)
     _require_writable(output)
     began_s = time.perf_counter()
