@@ -26,6 +26,7 @@ DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 SPANS = ("intra", "inter")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 KERNELS = ("flash_attention", "grouped_gemm", "triton")
+ATTENTION_KERNELS = ("flash", "flash2", "flash3", "cudnn", "triton")
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,13 @@ class GemmRates:
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """Achieved FLOP/s of fused attention by sequence length (causal work counted as half)."""
+    """Achieved FLOP/s of one fused attention kernel by sequence length (causal work counted as half)."""
 
     direction: Literal["forward", "backward"]
     causal: bool
     head_dim: int
     by_sequence: Curve
+    kernel: str = "flash"
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ class HardwareProfile:
     ``fast_domain`` is the number of devices that reach each other at full intra-node speed (4 on the
     P800: quads; 8 on an NVSwitch node). ``collectives`` maps ``"intra"`` (inside a node) and
     ``"inter"`` (across nodes) to kind (``all_reduce all_gather reduce_scatter all_to_all p2p``) to
-    fits by ascending group size. ``gemm`` and ``peak_flops`` are keyed by dtype name
+    fits by ascending group size. ``sustained`` is the share of the ``gemm`` rates (measured in short runs)
+    that a long run at the power limit keeps, ``variation`` the standard deviation of equal devices' speed
+    over its mean. ``gemm`` and ``peak_flops`` are keyed by dtype name
     (``fp64 fp32 tf32 fp16 bf16 fp8``; every dtype of ``gemm`` has a peak). ``kernels`` are the fused
     kernels the chip has (``flash_attention``, ``grouped_gemm``, ``triton``), ``forbidden`` what it lacks.
 
@@ -146,6 +150,8 @@ class HardwareProfile:
     memory_bytes_per_s: Quantity
     memory_efficiency: Curve
     launch_s: Quantity
+    sustained: Quantity
+    variation: Quantity
     peak_flops: Mapping[str, Quantity]
     gemm: Mapping[str, GemmRates]
     attention: tuple[AttentionRates, ...]
@@ -172,7 +178,7 @@ def _sourced(path: str, value: object) -> Iterator[tuple[str, Quantity | Curve |
         yield path, value
     elif isinstance(value, AttentionRates):
         causal = "causal" if value.causal else "full"
-        yield f"{path}.{value.direction}.{causal}.{value.head_dim}", value.by_sequence
+        yield f"{path}.{value.kernel}.{value.direction}.{causal}.{value.head_dim}", value.by_sequence
     elif isinstance(value, Mapping):
         for name, item in cast(Mapping[str, object], value).items():
             yield from _sourced(f"{path}.{name}", item)
@@ -208,7 +214,8 @@ _QUANTITIES = {
 }
 _SOURCES = ("sources", "fitted_sources")
 _TOP = (
-    *("name", "title", "vendor", "aliases", "node", "memory", "launch_us", "peak_tflops", "links"),
+    *("name", "title", "vendor", "aliases", "node", "memory", "launch_us", "sustained", "variation"),
+    *("peak_tflops", "links"),
     *("software", "kernels", "memory_efficiency", "gemm", "attention", "collectives"),
 )
 
@@ -254,6 +261,8 @@ def _read_profile(path: Path) -> HardwareProfile:
             top["memory_efficiency"], ("mib", Unit("MiB", 2.0**20, 1e-6, 2**20)), ("fraction", _FACTOR)
         ),
         launch_s=read.quantity(top["launch_us"], _MICROSECONDS),
+        sustained=read.quantity(top["sustained"], Unit("fraction", 1, 0.1, 1)),
+        variation=read.quantity(top["variation"], Unit("fraction", 1, 0, 0.5)),
         peak_flops=peaks,
         gemm=read.gemm(top["gemm"], peaks),
         attention=tuple(read.attention(item) for item in top["attention"].items()),
@@ -354,10 +363,14 @@ class _Reader:
         return GemmRates(by_m, base.by_n, base.by_k)
 
     def attention(self, entry: Entry) -> AttentionRates:
-        found = entry.fields(("direction", "causal", "head_dim", "sequence", "tflops", "tag", "source"))
+        names = ("direction", "causal", "head_dim", "sequence", "tflops", "tag", "source")
+        found = entry.fields(names, ("kernel",))
         direction = cast(Literal["forward", "backward"], found["direction"].text(("forward", "backward")))
         curve = self.points(found, ("sequence", _SIZE), ("tflops", _TFLOPS))
-        return AttentionRates(direction, found["causal"].flag(), found["head_dim"].whole(1, 4096), curve)
+        kernel = found["kernel"].text(ATTENTION_KERNELS) if "kernel" in found else "flash"
+        return AttentionRates(
+            direction, found["causal"].flag(), found["head_dim"].whole(1, 4096), curve, kernel
+        )
 
     def fits(self, entry: Entry) -> tuple[CollectiveFit, ...]:
         fits: list[CollectiveFit] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -114,9 +114,18 @@ def _gemm_like(
 
 
 def _attention_like(
-    fit: Callable[[attention.Measurements], list[attention.AttentionCurve]], factor: float, why: str
+    fit: Callable[[attention.Measurements], list[attention.AttentionCurve]],
+    factor: float,
+    why: str,
+    kernel: str = "",
 ) -> Callable[[Tables], list[attention.AttentionCurve]]:
-    return lambda tables: attention.scale(fit(tables.attention_rows), factor, why)
+    """A relative's curves; of one ``kernel`` alone where the chip has another software stack."""
+
+    def like(tables: Tables) -> list[attention.AttentionCurve]:
+        curves = attention.scale(fit(tables.attention_rows), factor, why)
+        return [replace(c, kernel="flash") for c in curves if c.kernel == kernel] if kernel else curves
+
+    return like
 
 
 def _intra(chip: str, pair_gb_per_s: float, pair_source: str) -> Callable[[Tables], collectives.Fits]:
@@ -252,7 +261,9 @@ RECIPES: dict[str, Recipe] = {
             "the A100's shape (no shape sweep is published), 180 TFLOP/s at large sizes: 0.95 of the 188 "
             "measured with XMLIR_MATMUL_FAST_MODE=1 (mmBF16FIX); 118 without it, 281 hand tuned",
         ),
-        _attention_like(attention.fit_a100, 0.67, "the A100's times 180/268, the ratio of bf16 products"),
+        _attention_like(
+            attention.fit_a100, 0.67, "the A100's times 180/268, the ratio of bf16 products", "flash2"
+        ),
         _intra_given({2: 28.9, 4: 51.0, 8: 33.0}, 31.2, P800_LINK, 20.0),
         _inter_like(23.0, 25.0, f"0.92 of the NIC, as on a DGX H100 cluster; {MARKS}"),
         likes={
@@ -267,7 +278,7 @@ RECIPES: dict[str, Recipe] = {
             304.0,
             FLAG.format("benchmarks", "BF16", "ascend") + " (304 at 8192^3); other sizes as the A100",
         ),
-        _attention_like(attention.fit_a100, 0.8, "the A100's times 0.8: no measurement was found"),
+        _attention_like(attention.fit_a100, 0.8, "the A100's times 0.8: no measurement was found", "flash2"),
         _intra_given({2: 20.9, 4: 60.0, 8: 137.0}, 20.9, MESH_910B, 20.0),
         _inter_like(23.0, 25.0, f"0.92 of the NIC, as on a DGX H100 cluster; {MARKS}"),
         likes={
@@ -283,7 +294,9 @@ RECIPES: dict[str, Recipe] = {
             "stas00/ml-engineering@744d01e:compute/accelerator/README.md (best shape found 668.4, large "
             "sizes 0.97 of it as on the H100); other sizes as the H100",
         ),
-        _attention_like(attention.fit_h100, 0.8, "the H100's times 647/804, the ratio of bf16 products"),
+        _attention_like(
+            attention.fit_h100, 0.8, "the H100's times 647/804, the ratio of bf16 products", "flash3"
+        ),
         _intra_given({2: 47.7, 4: 143.0, 8: 312.9}, 47.7, MESH),
         _inter_like(46.0, 50.0, f"0.92 of the NIC, as on a DGX H100 cluster; {MARKS}"),
         likes={

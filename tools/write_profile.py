@@ -95,7 +95,8 @@ class _Writer:
     def attention(self, curves: Sequence[AttentionCurve]) -> list[str]:
         lines = ["# Fused attention; causal work counts as half.", "attention:"]
         for c in curves:
-            head = f"direction: {c.direction}, causal: {str(c.causal).lower()}, head_dim: {c.head_dim}"
+            head = f"kernel: {c.kernel}, direction: {c.direction}, causal: {str(c.causal).lower()}"
+            head += f", head_dim: {c.head_dim}"
             lines += [
                 f"  - {{{head}, {self.origin('attention', c.tag, c.source)},",
                 f"     sequence: {_list(list(c.tflops))}, tflops: {_list(list(c.tflops.values()), 3)}}}",

@@ -23,6 +23,8 @@ SHOWN_UNITS = {
     "host_bytes_per_s": ("GB/s", 1e9),
     "nic_bytes_per_s": ("GB/s", 1e9),
     "launch_s": ("us", 1e-6),
+    "sustained": ("of the short-run rate", 1.0),
+    "variation": ("of the speed", 1.0),
     "peak_flops": ("TFLOP/s", 1e12),
     "node": ("devices", 1.0),
 }

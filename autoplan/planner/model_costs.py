@@ -179,8 +179,7 @@ class ModelCosts:
             whole = self._work_at(class_id, ALONE, micro_batch) if inside != ALONE else None
             with dry_groups(found.layout):
                 local = shard_region(self._graph(class_id, micro_batch), found.layout)
-                fused = self.cost_model.fused_attention
-                self._exact[key] = measure_region({micro_batch: local}, whole=whole, fused_attention=fused)
+                self._exact[key] = self._measured_work({micro_batch: local}, whole)
         return self._exact[key]
 
     def _work(self, class_id: str, layout: Layout, whole: RegionWork | None) -> RegionWork:
@@ -192,11 +191,17 @@ class ModelCosts:
             with dry_groups(layout):
                 local = {batch: shard_region(self._graph(class_id, batch), layout) for batch in pair}
                 try:
-                    return measure_region(local, whole=whole, fused_attention=self.cost_model.fused_attention)
+                    return self._measured_work(local, whole)
                 except BadInputError:
                     if pair == pairs[-1]:
                         raise
         raise AssertionError("no micro-batch pair")
+
+    def _measured_work(self, graphs: dict[int, fx.GraphModule], whole: RegionWork | None) -> RegionWork:
+        model = self.cost_model
+        return measure_region(
+            graphs, whole=whole, fused_attention=model.fused_attention, execution=model.execution
+        )
 
     def _order(self, class_id: str) -> list[str]:
         """Classes that share a parameter are laid out together, the last of them (the head) first."""

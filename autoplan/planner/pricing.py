@@ -26,7 +26,7 @@ from autoplan.regions import Region
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import RegionCost
 from autoplan_cost_models.stage_memory import memory_limit_bytes
-from autoplan_cost_models.stage_time import dp_span, zero_exposed_s
+from autoplan_cost_models.stage_time import dp_span, state_passes_s, zero_exposed_s
 from autoplan_cost_models.step import price_plan
 from autoplan_cost_models.training_state import StateBytes, gradient_bytes, state_bytes
 
@@ -131,9 +131,13 @@ class Pricing:
             zero_exposed_s(cost, kind, model, mesh, dtype) if candidate.zero == 3 else (0.0, 0.0)
             for kind in RECOMPUTE
         ]
-        backward_s = cost.backward_s + cost.tp_backward_s + waits[0][1]
+        passes = state_passes_s(cost, model, mesh, candidate.zero, dtype)
+        slowest = model.speeds.slowest_of(mesh.devices)
+        backward_s = slowest * (cost.backward_s + passes[1]) + cost.tp_backward_s + waits[0][1]
         extra = tuple(
-            max(0.0, cost.recompute_s[kind] + waits[i][1] - waits[0][1]) + (RECOMPUTE_LAST_S if i else 0.0)
+            max(0.0, slowest * cost.recompute_s[kind] + waits[i][1] - waits[0][1])
+            + (RECOMPUTE_LAST_S if i else 0.0)
+            + (RECOMPUTE_LAST_S if i else 0.0)
             if pinned in (None, kind)
             else NEVER
             for i, kind in enumerate(RECOMPUTE)
@@ -143,7 +147,7 @@ class Pricing:
         sync_s, update_s = self._once_a_step(cost, candidate)
         return ChainItem(
             key=f"{class_id}/{pinned or 'any'}",
-            forward_s=cost.forward_s + cost.tp_forward_s + waits[0][0],
+            forward_s=slowest * (cost.forward_s + passes[0]) + cost.tp_forward_s + waits[0][0],
             backward_s=backward_s,
             extra_s=(extra[0], extra[1], extra[2]),
             saved_bytes=_three(cost.saved_bytes),

@@ -19,6 +19,7 @@ from autoplan.planner.pricing import Priced, Pricing
 from autoplan.planner.space import Candidate, Pins
 from autoplan.regions import Region
 from autoplan.validation.clusters import cluster_of
+from autoplan.validation.frameworks import dropout_of, execution_of
 from autoplan.validation.points import Point
 from autoplan.validation.transformer import TRACED_LAYERS, Shape, decoder_source
 from autoplan_cost_models import CostModel
@@ -77,7 +78,7 @@ class PointPricer:
 
     def __init__(self) -> None:
         self._captures: dict[tuple[Shape, str], Capture] = {}
-        self._costs: dict[tuple[Shape, str, str], ModelCosts] = {}
+        self._costs: dict[tuple[Shape, str, str, str], ModelCosts] = {}
         self._profiles: dict[str, HardwareProfile] = {}
 
     def price(self, point: Point) -> Forecast:
@@ -120,10 +121,12 @@ class PointPricer:
     def _model_costs(self, point: Point, profile: HardwareProfile) -> ModelCosts:
         """The shape's costs on this cluster, with as many blocks as the point has."""
         shape = shape_of(point)
-        key = (shape, point.precision, f"{profile.name} {profile.nic_bytes_per_s.value}")
+        cluster = f"{profile.name} {profile.nic_bytes_per_s.value}"
+        key = (shape, point.precision, cluster, repr(execution_of(point)))
         if key not in self._costs:
             captured = self._capture(shape, point.precision)
-            self._costs[key] = ModelCosts(captured, CostModel(profile, point.precision), lambda _: None)
+            model = CostModel(profile, point.precision, execution_of(point))
+            self._costs[key] = ModelCosts(captured, model, lambda _: None)
         costs = self._costs[key]
         costs.regions = with_layers(costs.regions, point.layers)
         return costs
@@ -149,7 +152,9 @@ def shape_of(point: Point) -> Shape:
         sequence=point.sequence,
         activation="squared_relu" if squared else "gelu",
         attention="unfused" if "unfused" in point.text.get("attn_kernel", "") else "fused",
+        dropout=dropout_of(point),
         rotary=point.gated or squared,
+        eager=point.gated and not execution_of(point).fuses_pointwise,
     )
 
 
@@ -196,15 +201,21 @@ def layers_of_stages(point: Point) -> list[int]:
 
 
 def _balanced(point: Point) -> list[int]:
-    """The last stage gives up the blocks that its output layer's products are worth."""
+    """The last stage gives up blocks as long as that shortens the longest stage; late stages take them, where
+    fewer micro-batches are in flight."""
     matrices = 3 if point.gated else 2
     block = 2 * point.hidden * point.head_dim * (point.heads + point.kv_heads)
     block += matrices * point.hidden * point.ffn + point.sequence * point.heads * point.head_dim
     head = point.hidden * point.vocab / block
-    each = (point.layers + head) / point.pp
-    last = max(0, round(each - head))
-    rest, others = point.layers - last, point.pp - 1
-    return [rest // others + (stage < rest % others) for stage in range(others)] + [last]
+    others = point.pp - 1
+
+    def longest(last: int) -> float:
+        return max(last + head, -(-(point.layers - last) // others))
+
+    last = min(range(point.layers // point.pp, -1, -1), key=longest)
+    rest = point.layers - last
+    early = others - rest % others
+    return [rest // others + (stage >= early) for stage in range(others)] + [last]
 
 
 def _recompute_of(point: Point, region: str) -> str:

@@ -24,7 +24,9 @@ class Shape:
     """The sizes of a decoder as published; ``ffn`` is the width of one matrix, ``head_dim`` of one head.
 
     ``attention`` is ``fused`` (one flash kernel) or ``unfused`` (scores in memory); ``activation`` is
-    ``gelu``, ``squared_relu`` or ``silu``.
+    ``gelu`` or ``squared_relu``; ``dropout`` follows an unfused softmax and both halves of a block.
+    ``eager`` writes RMS norms and rotary positions out in fp32, op by op, as PyTorch code does without a
+    compiler.
     """
 
     hidden: int
@@ -38,7 +40,9 @@ class Shape:
     sequence: int
     activation: str = "gelu"
     attention: str = "fused"
+    dropout: float = 0.0
     rotary: bool = False
+    eager: bool = False
 
 
 class Attention(nn.Module):
@@ -58,19 +62,20 @@ class Attention(nn.Module):
         shape = self.shape
         q, k, v = (f(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
         if cos is not None and sin is not None:
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            q, k = _rotated(q, cos, sin, shape.eager), _rotated(k, cos, sin, shape.eager)
         if shape.attention == "unfused":
             scores = torch.matmul(q, k.transpose(-1, -2)).softmax(dim=-1)
-            y = torch.matmul(scores, v)
+            y = torch.matmul(F.dropout(scores, shape.dropout), v)
         else:
             grouped = shape.kv_heads != shape.heads
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eager: bool) -> torch.Tensor:
+    wide = x.float() if eager else x
+    left, right = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
 
 
 class FeedForward(nn.Module):
@@ -97,15 +102,30 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = _norm(shape), _norm(shape)
-        self.attention, self.mlp = Attention(shape), FeedForward(shape)
+        self.attention, self.mlp, self.dropout = Attention(shape), FeedForward(shape), shape.dropout
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
-        x = x + self.attention(self.norm_1(x), cos, sin)
-        return x + self.mlp(self.norm_2(x))
+        x = x + F.dropout(self.attention(self.norm_1(x), cos, sin), self.dropout)
+        return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout)
+
+
+class EagerNorm(nn.Module):
+    """An RMS norm written out in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
+        return normed.type_as(x) * self.weight
 
 
 def _norm(shape: Shape) -> nn.Module:
-    return nn.RMSNorm(shape.hidden, eps=1e-5) if shape.gated else nn.LayerNorm(shape.hidden)
+    if shape.gated:
+        return EagerNorm(shape.hidden) if shape.eager else nn.RMSNorm(shape.hidden, eps=1e-5)
+    return nn.LayerNorm(shape.hidden)
 
 
 class Decoder(nn.Module):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 
 import numpy as np
 
 from autoplan.errors import BadProfileError
 from autoplan.hardware import AttentionRates, Curve, GemmRates, HardwareProfile
+from autoplan_cost_models.execution import EAGER
 from autoplan_cost_models.kernel_table import Floats, KernelGroup, KernelTable, kernel_table
 from autoplan_cost_models.kernels import CONTRACTION_KINDS, Kernel, Operation
 
@@ -37,9 +39,13 @@ SCORE_PASSES = 6.0
 
 @dataclass(frozen=True)
 class Speeds:
-    """Rates of one device; every method is pure, curves are prepared once."""
+    """Rates of one device in a long run; every method is pure, curves are prepared once.
+
+    ``attention`` is the fused kernel whose curves are used, where the profile has them.
+    """
 
     profile: HardwareProfile
+    attention: str = EAGER.attention
 
     def seconds(self, table: KernelTable) -> Floats:
         """Seconds of every kernel of the table."""
@@ -51,6 +57,13 @@ class Speeds:
             elif group.kind in CONTRACTION_KINDS:
                 busy[rows] = np.maximum(busy[rows], self._product_seconds(group, table.amounts[:, rows]))
         return busy + table.launches * self.profile.launch_s.value
+
+    def slowest_of(self, devices: int) -> float:
+        """How much longer the slowest of ``devices`` equal ones takes than the mean: 1 + variation x the
+        expected largest of so many standard normal values (Blom's approximation)."""
+        if devices <= 1:
+            return 1.0
+        return 1.0 + self.profile.variation.value * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
     def operation_seconds(self, operation: Operation, fraction: float = 1.0) -> float:
         """Forward plus backward seconds when one rank does ``fraction`` of the FLOPs and bytes."""
@@ -100,7 +113,7 @@ class Speeds:
         """Achieved FLOP/s of [m, k] x [k, n], at most the dtype's peak where that is known."""
         source, factor = self._gemm_source(dtype)
         curves = self._gemm_curves[source]
-        rate = factor * np.ones_like(m)
+        rate = factor * self.profile.sustained.value * np.ones_like(m)
         for size, curve in zip((m, n, k), curves):
             rate = rate * np.interp(np.log2(np.maximum(size, 1.0)), *curve)
         peak = self.profile.peak_flops.get(dtype)
@@ -133,6 +146,8 @@ class Speeds:
             return [f"{dtype} matrix product rate (from {source})"]
         rates: GemmRates = self.profile.gemm[source]
         tags = (rates.by_m.tag, rates.by_n.tag, rates.by_k.tag)
+        if self.profile.sustained.value < 1 and self.profile.sustained.tag == "estimated":
+            tags = (*tags, "estimated")
         return [f"{dtype} matrix product rate"] if "estimated" in tags else []
 
     @property
@@ -169,12 +184,13 @@ class Speeds:
         return _log_points(nearest.by_sequence), scale
 
     def _nearest_attention(self, group: KernelGroup) -> AttentionRates | None:
-        """The same direction first, then the same masking, then the nearest head size."""
+        """The same direction first, then the kernel, the masking and the nearest head size."""
         direction = "backward" if group.is_backward else "forward"
 
-        def distance(rates: AttentionRates) -> tuple[bool, bool, float]:
+        def distance(rates: AttentionRates) -> tuple[bool, bool, bool, float]:
             size = abs(math.log2(rates.head_dim / max(group.head_dim, 1.0)))
-            return rates.direction != direction, rates.causal != group.causal, size
+            other_kernel = rates.kernel != self.attention
+            return rates.direction != direction, other_kernel, rates.causal != group.causal, size
 
         return min(self.profile.attention, key=distance, default=None)
 

@@ -7,6 +7,7 @@ graph order, then the gradient sums autograd adds where a tensor has several use
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -16,8 +17,16 @@ from autoplan_cost_models.contractions import (
     is_contraction,
     refuse_unpriced_contraction,
 )
+from autoplan_cost_models.execution import EAGER, Execution
+from autoplan_cost_models.fusion import fused
 from autoplan_cost_models.kernels import CollectiveCall, Kernel, Kind, Operation
-from autoplan_cost_models.node_facts import differentiable_nodes, kernel_dtype, node_bytes, op_name
+from autoplan_cost_models.node_facts import (
+    differentiable_nodes,
+    kernel_dtype,
+    node_bytes,
+    op_name,
+    outputs_of,
+)
 from autoplan_cost_models.traffic import is_free, memory_kernels
 
 # The Python functions that are nothing but communication, and whether they also copy a tensor locally
@@ -39,14 +48,29 @@ ROUTING_LAUNCHES, ROUTING_PASSES = 16, 8
 GRADIENT_SUMS = "gradient sums"
 
 
-def operations(graph: fx.GraphModule) -> tuple[Operation, ...]:
-    """One record per ``call_function`` node, plus one named ``gradient sums``.
+def operations(graph: fx.GraphModule, execution: Execution = EAGER) -> tuple[Operation, ...]:
+    """One record per ``call_function`` node, plus one named ``gradient sums``, as ``execution`` runs them.
 
     Raises UnsupportedOpError for a matrix-product-like op without a FLOPs formula.
     """
     needing = differentiable_nodes(graph.graph)
-    found = [node_operation(node, needing) for node in graph.graph.nodes if node.op == "call_function"]
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    found = [_in_passes(node_operation(node, needing), node, needing, execution) for node in nodes]
+    if execution.fuses_pointwise:
+        found = fused(graph.graph, found)
     return (*found, _gradient_sums(graph.graph, needing))
+
+
+def _in_passes(
+    operation: Operation, node: fx.Node, needing: frozenset[fx.Node], execution: Execution
+) -> Operation:
+    """The operation with the bytes per element of its first input that ``execution`` states for the op."""
+    passes = execution.passes.get(op_name(node))
+    if passes is None:
+        return operation
+    elements = sum(tensor.numel() for tensor in outputs_of(node.all_input_nodes[0]))
+    forward, backward = (Kernel("memory", kernel_dtype(node), size * elements, launches=4) for size in passes)
+    return replace(operation, forward=(forward,), backward=(backward,) if node in needing else ())
 
 
 def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
@@ -98,7 +122,7 @@ def _collective_calls(
 def _gradient_sums(graph: fx.Graph, needing: frozenset[fx.Node]) -> Operation:
     """Autograd adds the gradients of a tensor's users one by one: read two, write one, k - 1 times.
 
-    Parameters also add into ``.grad`` once a micro-batch.
+    What a parameter's gradient is added to over micro-batches depends on ZeRO: see ``stage_time``.
     """
     kernels: list[Kernel] = []
     for node in graph.nodes:
@@ -106,8 +130,6 @@ def _gradient_sums(graph: fx.Graph, needing: frozenset[fx.Node]) -> Operation:
             continue
         users = sum(1 for user in node.users if user in needing)
         extra = users - 1
-        if node.op == "placeholder" and node.meta.get("kind") == "parameter" and users:
-            extra += 1
         if extra > 0 and op_name(node) != "getitem":
             traffic = 3.0 * node_bytes(node) * extra
             kernels.append(Kernel("memory", kernel_dtype(node), traffic, launches=extra))

@@ -14,6 +14,7 @@ import numpy as np
 from autoplan.hardware import HardwareProfile
 from autoplan_cost_models.collectives import Links, Span, overlap_adds_s, sent_bytes
 from autoplan_cost_models.compute import Speeds
+from autoplan_cost_models.execution import EAGER, Execution
 from autoplan_cost_models.kernel_table import Floats
 from autoplan_cost_models.kernels import Operation
 from autoplan_cost_models.layout_prices import NodePrices
@@ -83,15 +84,17 @@ class CostModel:
     """Prices regions, operations and collectives on one chip and cluster, computing in ``dtype``.
 
     ``dtype`` is the workload's policy (``bf16``, ``fp32``, ...); each kernel is priced in its own dtype.
+    ``execution`` says how the program that runs the plan executes it.
     """
 
     profile: HardwareProfile
     dtype: str
+    execution: Execution = EAGER
     speeds: Speeds = field(init=False, repr=False)
     links: Links = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "speeds", Speeds(self.profile))
+        object.__setattr__(self, "speeds", Speeds(self.profile, self.execution.attention))
         object.__setattr__(self, "links", Links(self.profile))
 
     @property
@@ -111,6 +114,8 @@ class CostModel:
         collectives = self._collectives(work, steps, spans, seconds)
         again = {kind: float(np.sum(seconds[flags])) for kind, flags in work.run_again.items()}
         again["full"] += sum(one.again_s for one in collectives)
+        rerun = self.execution.selective_reruns_products
+        again["selective"] += rerun * float(np.sum(seconds[work.products_run_again])) if rerun else 0.0
         saved, transient = work.memory.saved_items(steps), work.memory.transient_items(steps)
         return RegionCost(
             forward_s=float(np.sum(seconds)) - backward,

@@ -15,6 +15,7 @@ import numpy as np
 from torch import fx
 
 from autoplan.errors import BadInputError
+from autoplan_cost_models.execution import EAGER, Execution
 from autoplan_cost_models.kernel_table import Flags, KernelTable, check_same_kernels, kernel_table
 from autoplan_cost_models.kernels import CONTRACTION_KINDS, CollectiveCall, Operation
 from autoplan_cost_models.memory import trace_memory
@@ -91,22 +92,30 @@ class RegionWork:
             "full": recomputed,
         }
 
+    @cached_property
+    def products_run_again(self) -> Flags:
+        """Per kernel: whether it is a matrix product that full recompute runs a second time."""
+        products = np.array([operation.kind == "gemm" for operation in self.operations], dtype=np.bool_)
+        return self.run_again["full"] & products[self.table.operation]
+
 
 def measure_region(
     graphs: Mapping[int, fx.GraphModule],
     *,
     whole: RegionWork | None = None,
     fused_attention: bool = True,
+    execution: Execution = EAGER,
 ) -> RegionWork:
     """Measure a region class from its local graphs, keyed by micro-batch (1 and 2; or the one known).
 
     ``whole`` is the same class unsharded (tp = 1), for the model's FLOPs; None: these graphs are whole.
-    ``fused_attention``: whether the chip has a flash kernel (``profile.kernels``). Bind collective
+    ``fused_attention``: whether the chip has a flash kernel (``profile.kernels``); ``execution``: how the
+    program that runs the plan executes it. Bind collective
     functions to dry groups before the call. Raises BadInputError when the two graphs differ in nodes,
     UnsupportedOpError for a contraction without a FLOPs formula.
     """
     batches = sorted(graphs)[:2]
-    found = [operations(graphs[batch]) for batch in batches]
+    found = [operations(graphs[batch], execution) for batch in batches]
     traces = [trace_memory(graphs[b], f, fused_attention=fused_attention) for b, f in zip(batches, found)]
     samples = batches[-1] - batches[0]
     table, next_table = kernel_table(found[0]), None

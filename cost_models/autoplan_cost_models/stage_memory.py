@@ -38,6 +38,7 @@ class StageSetting:
     stages: int
     microbatches: int
     in_flight: int
+    keeps_pipeline_buffers: bool = True
 
 
 def memory_limit_bytes(profile: HardwareProfile) -> float:
@@ -83,6 +84,13 @@ def pipeline_buffer_bytes(
     return (microbatches - in_flight) * received_bytes + (microbatches + in_flight) * sent_bytes
 
 
+def _buffer_bytes(setting: StageSetting, received_bytes: float, sent_bytes: float) -> float:
+    """What the pipeline keeps; without buffers for every micro-batch, one each way and direction."""
+    if not setting.keeps_pipeline_buffers:
+        return 2 * (received_bytes + sent_bytes)
+    return pipeline_buffer_bytes(setting.microbatches, setting.in_flight, received_bytes, sent_bytes)
+
+
 def gathered_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[MemoryItem]:
     """Under ZeRO-3: the two largest regions' weights and gradients whole (one in use, one arriving or
     leaving)."""
@@ -112,7 +120,7 @@ def stage_memory(
         *_saved_items(regions, worst, setting.in_flight),
         *_transient_items(regions[worst]),
     ]
-    buffers = pipeline_buffer_bytes(setting.microbatches, setting.in_flight, received_bytes, sent_bytes)
+    buffers = _buffer_bytes(setting, received_bytes, sent_bytes)
     items.append(MemoryItem(f"pipeline buffers of {setting.microbatches} micro-batches", buffers))
     named = tuple(sorted((item for item in items if item.bytes > 0), key=lambda item: -item.bytes))
     return sum(item.bytes for item in named), named

@@ -6,17 +6,13 @@ Comes in: a stage's regions with their costs, the mesh and the ZeRO stage. Goes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from autoplan.plan import Mesh
 from autoplan_cost_models.collectives import Span, overlap_adds_s
 from autoplan_cost_models.region_cost import CostModel, RegionCost
 from autoplan_cost_models.stage_memory import PlacedRegion
 from autoplan_cost_models.training_state import StateBytes, gradient_bytes
-
-# Share of the once-a-step gradient all-reduce (ZeRO 0 to 2) that nothing hides: the runtime starts it
-# after the last micro-batch's backward, so all of it.
-GRADIENT_SYNC_EXPOSED = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,10 +68,35 @@ def zero_exposed_s(
     """
     span = dp_span(mesh)
     gather = cost_model.collective_s("all_gather", cost.parameter_bytes, span)
-    reduce = cost_model.collective_s("reduce_scatter", gradient_bytes(cost.trainable_numel, dtype, 3), span)
+    reduce = cost_model.collective_s("reduce_scatter", _reduced_bytes(cost, cost_model, dtype), span)
     forward = cost.forward_s + cost.tp_forward_s
     backward = cost.backward_s + cost.tp_backward_s + cost.recompute_s[recompute]
     return overlap_adds_s(forward, gather), overlap_adds_s(backward, gather + reduce)
+
+
+def _reduced_bytes(cost: RegionCost, cost_model: CostModel, dtype: str) -> float:
+    """Bytes of a region's gradients as ZeRO-3 reduces them."""
+    width = cost_model.execution.reduced_bytes_per_parameter
+    return gradient_bytes(cost.trainable_numel, dtype, 3) if width is None else width * cost.trainable_numel
+
+
+def state_passes_s(
+    cost: RegionCost, cost_model: CostModel, mesh: Mesh, zero: int, dtype: str
+) -> tuple[float, float]:
+    """Seconds of the passes over weights and gradients around a region: (forward, backward).
+
+    Each micro-batch the runtime reads the gradient that backward wrote and adds it to the one it keeps. Under
+    ZeRO-3 FSDP2 copies the gathered weights out of their buffer before forward and backward, and the
+    gradients into one. Other programs move ``execution.gradient_bytes_per_parameter``.
+    """
+    execution, speeds = cost_model.execution, cost_model.speeds
+    gathers = zero == 3 and mesh.replicas > 1
+    copied = execution.gathered_copies * cost.parameter_bytes if gathers else 0.0
+    once = gradient_bytes(cost.trainable_numel, dtype, 3)
+    added = 2 * once if gathers else once + 2 * gradient_bytes(cost.trainable_numel, dtype, zero)
+    if execution.gradient_bytes_per_parameter is not None:
+        added = execution.gradient_bytes_per_parameter * cost.trainable_numel
+    return speeds.pass_seconds(copied), speeds.pass_seconds(copied + added)
 
 
 def stage_seconds(
@@ -93,25 +114,48 @@ def stage_seconds(
         for region in regions
     ]
     costs = [region.cost for region in regions]
-    return StageSeconds(
-        forward_compute=sum(cost.forward_s for cost in costs),
-        backward_compute=sum(cost.backward_s for cost in costs),
-        recompute=sum(region.cost.recompute_s[region.recompute] for region in regions),
+    passes = [state_passes_s(cost, cost_model, mesh, zero, dtype) for cost in costs]
+    slowest = cost_model.speeds.slowest_of(mesh.devices)
+    seconds = StageSeconds(
+        forward_compute=slowest * sum(cost.forward_s + extra for cost, (extra, _) in zip(costs, passes)),
+        backward_compute=slowest * sum(cost.backward_s + extra for cost, (_, extra) in zip(costs, passes)),
+        recompute=slowest * sum(region.cost.recompute_s[region.recompute] for region in regions),
         tp_forward=sum(cost.tp_forward_s for cost in costs),
         tp_backward=sum(cost.tp_backward_s for cost in costs),
         gather_forward=sum(forward for forward, _ in exposed),
         gather_backward=sum(backward for _, backward in exposed),
-        gradient_sync=_gradient_sync_s(gradient_bytes(trainable_numel, dtype, zero), cost_model, mesh, zero),
-        optimizer=cost_model.speeds.pass_seconds(states.optimizer_traffic),
+        gradient_sync=0.0,
+        optimizer=slowest
+        * cost_model.execution.optimizer_passes
+        * cost_model.speeds.pass_seconds(states.optimizer_traffic),
+    )
+    whole = gradient_bytes(trainable_numel, dtype, zero)
+    if cost_model.execution.reduced_bytes_per_parameter is not None:
+        whole = cost_model.execution.reduced_bytes_per_parameter * trainable_numel
+    return replace(
+        seconds, gradient_sync=_gradient_sync_s(whole, states.weights, seconds, cost_model, mesh, zero)
     )
 
 
-def _gradient_sync_s(whole_bytes: float, cost_model: CostModel, mesh: Mesh, zero: int) -> float:
-    """ZeRO 0: all-reduce; 1, 2: reduce-scatter, and all-gather of the new weights; 3: nothing left."""
+def _gradient_sync_s(
+    whole_bytes: float,
+    weights_bytes: float,
+    seconds: StageSeconds,
+    cost_model: CostModel,
+    mesh: Mesh,
+    zero: int,
+) -> float:
+    """ZeRO 0: all-reduce; 1, 2: reduce-scatter, and all-gather of the new weights; 3: nothing left.
+
+    Where the program overlaps them, with one micro-batch's backward and forward, what shows is the rest and
+    the slowdown; this runtime starts them after the last backward, so all of it shows.
+    """
     span = dp_span(mesh)
     if zero == 3 or mesh.replicas == 1:
         return 0.0
-    if zero == 0:
-        return GRADIENT_SYNC_EXPOSED * cost_model.collective_s("all_reduce", whole_bytes, span)
-    reduce = cost_model.collective_s("reduce_scatter", whole_bytes, span)
-    return GRADIENT_SYNC_EXPOSED * (reduce + cost_model.collective_s("all_gather", whole_bytes, span))
+    kind = "all_reduce" if zero == 0 else "reduce_scatter"
+    reduce = cost_model.collective_s(kind, whole_bytes, span)
+    gather = cost_model.collective_s("all_gather", weights_bytes, span) if zero else 0.0
+    if not cost_model.execution.overlaps_gradients:
+        return reduce + gather
+    return overlap_adds_s(seconds.backward, reduce) + overlap_adds_s(seconds.forward, gather)

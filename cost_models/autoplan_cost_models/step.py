@@ -14,6 +14,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.plan import MemoryItem, Part, Prediction, RegionPlan, StagePrediction, Workload
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.compute import DTYPE_FALLBACKS
+from autoplan_cost_models.execution import Execution
 from autoplan_cost_models.region_cost import CostModel, RegionCost
 from autoplan_cost_models.schedule import in_flight, rank_ends
 from autoplan_cost_models.stage_detail import backward_parts_s, forward_parts_s, link_bytes
@@ -99,7 +100,7 @@ def _price_stages(
     sends = [regions[-1].cost.output_bytes for regions in placed[:-1]]
     priced: list[PricedStage] = []
     for index, regions in enumerate(placed):
-        setting = _setting(part, index, workload)
+        setting = _setting(part, index, workload, cost_model.execution)
         states = stage_states(regions, setting)
         received = sends[index - 1] if index else 0.0
         sent = sends[index] if index < len(sends) else 0.0
@@ -115,7 +116,7 @@ def _place(region: RegionPlan, costs: RegionCosts) -> PlacedRegion:
     return PlacedRegion(region.region, region.layout, region.recompute, cost)
 
 
-def _setting(part: Part, stage: int, workload: Workload) -> StageSetting:
+def _setting(part: Part, stage: int, workload: Workload, execution: Execution) -> StageSetting:
     stages = len(part.stages)
     return StageSetting(
         dtype=workload.dtype,
@@ -126,6 +127,7 @@ def _setting(part: Part, stage: int, workload: Workload) -> StageSetting:
         stages=stages,
         microbatches=part.microbatches,
         in_flight=in_flight(part.schedule, stage, stages, part.microbatches, part.vpp),
+        keeps_pipeline_buffers=execution.keeps_pipeline_buffers,
     )
 
 

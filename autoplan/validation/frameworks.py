@@ -1,0 +1,98 @@
+"""How the frameworks of published runs execute a step: a :class:`Point` in, an :class:`Execution` out.
+
+Facts about programs, not numbers fitted to their speed: which attention kernel runs, what is fused, what
+the loss reads and writes, how gradients are added up and when they are reduced. Each has its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.validation.points import Point
+from autoplan_cost_models.execution import Execution
+
+# Bytes per logit of Megatron-LM's vocabulary-parallel cross-entropy on fp32 logits (NVIDIA/Megatron-LM
+# @core_r0.8.0:megatron/core/tensor_parallel/cross_entropy.py): cast 2 + 4, maximum 4, subtract in place
+# 8, exp 8, sum 4, divide 8 forward; scale 8 and cast 4 + 2 back to 16 bits.
+MEGATRON_LOSS = (38.0, 14.0)
+# F.cross_entropy on logits.float() (pytorch/torchtitan@b5bcd76c66:torchtitan/components/loss.py): cast 2 + 4,
+# log-softmax 4 + 4 (read twice: + 4); back read 4, write 4, cast 4 + 2.
+FLOAT_LOSS = (18.0, 18.0)
+# Compiled, the loss reads 16-bit logits twice and writes 16-bit gradients once more than it reads them.
+FUSED_LOSS = (4.0, 4.0)
+# The weight gradient's product adds into an fp32 buffer (gradient_accumulation_fusion): 8 bytes read and
+# written instead of 2 written, of which 0.6 shows: measured on the linear shapes of training with and without
+# (MooreThreads/SimuMax@4dcaae5: 0.54 on an A100, 0.66 on a B200; tools/fit_gemm.py prints it).
+FUSED_ACCUMULATION = 3.6
+
+# Megatron-LM's fused softmax of up to 16384 keys reads and writes each score once (megatron/fused_kernels).
+MEGATRON_PASSES = {
+    "cross_entropy_loss": MEGATRON_LOSS,
+    "vocab_cross_entropy": MEGATRON_LOSS,
+    "softmax": (4.0, 6.0),
+}
+MEGATRON = Execution(
+    attention="flash2",
+    fuses_pointwise=True,
+    passes=MEGATRON_PASSES,
+    gradient_bytes_per_parameter=FUSED_ACCUMULATION,
+    keeps_pipeline_buffers=False,
+    reduced_bytes_per_parameter=2.0,
+)
+# Transformer Engine: gradients are reduced and weights gathered beside compute.
+TRANSFORMER_ENGINE = Execution(
+    attention="cudnn",
+    fuses_pointwise=True,
+    passes=MEGATRON_PASSES,
+    gradient_bytes_per_parameter=FUSED_ACCUMULATION,
+    keeps_pipeline_buffers=False,
+    overlaps_gradients=True,
+)
+# scripts/train/benchmarking/submit_benchmarks.py of mosaicml/llm-foundry: attn_impl triton. FSDP with flat
+# parameters: views, so nothing is copied out of the gathered buffer; gradients are joined and cast to the
+# fp32 in which DEFAULT mixed precision reduces them (composer/trainer/mosaic_fsdp_utils.py): 2 + 2 + 2 + 4
+# bytes.
+# DecoupledAdamW updates tensor by tensor: three times the traffic of a fused pass.
+COMPOSER = Execution(
+    attention="triton",
+    gathered_copies=0.0,
+    gradient_bytes_per_parameter=10.0,
+    reduced_bytes_per_parameter=4.0,
+    optimizer_passes=3.0,
+)
+# Its selective recompute keeps every second product (torchtitan/parallelisms/parallelize_llama.py).
+TORCHTITAN = Execution(
+    attention="flash2", passes={"cross_entropy_loss": FLOAT_LOSS}, selective_reruns_products=0.5
+)
+FRAMEWORKS: dict[str, Execution] = {
+    "Megatron-DeepSpeed": MEGATRON,
+    "Megatron-LM": MEGATRON,
+    "MindSpeed": MEGATRON,
+    "NeMo": TRANSFORMER_ENGINE,
+    "InternEvo": Execution(
+        attention="flash2", fuses_pointwise=True, reduced_bytes_per_parameter=2.0, overlaps_gradients=True
+    ),
+    "LLM Foundry": COMPOSER,
+    "torchtitan": TORCHTITAN,
+    "DeepSpeed": Execution(attention="flash3"),
+}
+COMPILED = replace(TORCHTITAN, fuses_pointwise=True, passes={"cross_entropy_loss": FUSED_LOSS})
+
+
+def execution_of(point: Point) -> Execution:
+    """The framework whose name the source's begins with; this project's own runtime for an unknown one."""
+    if "torchtitan" in point.framework and "compile" in point.text.get("notes", "").replace("not stated", ""):
+        return COMPILED
+    for name, execution in FRAMEWORKS.items():
+        if name in point.framework:
+            return execution
+    return Execution()
+
+
+# Megatron-LM's default, which these sources' scripts keep (examples/sc21 of NVIDIA/Megatron-LM; train/
+# tr11-176B-ml/tr11-176B-ml.slurm of bigscience; the formulas of arXiv 2205.05198 count its masks).
+DROPOUT = {"megatron_sc21_table1": 0.1, "megatron_korthikanti_table5": 0.1, "bigscience_a100_sweep": 0.1}
+
+
+def dropout_of(point: Point) -> float:
+    return DROPOUT.get(point.subset, 0.0)
