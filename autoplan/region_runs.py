@@ -78,3 +78,14 @@ def expand_range(label: str) -> tuple[str, ...] | None:
     if not 0 < last - first < _LONGEST_RUN:
         return None
     return tuple(".".join((*components[:at], str(n), *components[at + 1 :])) for n in range(first, last + 1))
+
+
+def container_of(region: str) -> str:
+    """``model.layers.3 -> model.layers``; empty for a region that is no block."""
+    found = re.fullmatch(r"(.+)\.\d+", region)
+    return found[1] if found and found[1] != "glue" else ""
+
+
+def fold_names(names: Sequence[str]) -> list[str]:
+    """``layers.0, layers.1, layers.5 -> ["layers.0-1", "layers.5"]``."""
+    return [run.label for run in fold_regions([RegionPlan(name, "") for name in names])]

@@ -7,6 +7,7 @@ import difflib
 import errno
 import importlib
 import json
+import keyword
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ COMMANDS = (
     "explain",
     "export",
     "price",
+    "import",
     "validate",
     "hw",
 )
@@ -64,7 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name in COMMANDS:
-        importlib.import_module(f"autoplan.cli.{name}").add_parser(subparsers)
+        module = f"{name}_plan" if keyword.iskeyword(name) else name
+        importlib.import_module(f"autoplan.cli.{module}").add_parser(subparsers)
     return parser
 
 

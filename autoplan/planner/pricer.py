@@ -17,11 +17,13 @@ from autoplan.errors import BadInputError
 from autoplan.hardware import load_profile
 from autoplan.plan import Mesh, Part
 from autoplan.planner.balance import balanced_cut
+from autoplan.planner.chain import Cut
 from autoplan.planner.driver import Finder, Request
 from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Priced, Pricing
-from autoplan.planner.space import Candidate, parse_pins, require_counts, require_pinned_regions
+from autoplan.planner.space import Candidate, Pins, parse_pins, require_counts, require_pinned_regions
+from autoplan.region_runs import container_of
 from autoplan_cost_models import CostModel
 
 ENOUGH_BYTES = 2.0**60
@@ -76,9 +78,17 @@ class Pricer:
         self._say = say
 
     def price(
-        self, pins: Sequence[str] = (), *, devices: int | None = None, global_batch: int | None = None
+        self,
+        pins: Sequence[str] = (),
+        *,
+        devices: int | None = None,
+        global_batch: int | None = None,
+        stage_layers: Sequence[int] = (),
     ) -> Quote:
-        """The price under ``pins``; BadInputError for pins that are against the rules."""
+        """The price under ``pins``; BadInputError for pins that are against the rules.
+
+        ``stage_layers`` fixes how many blocks each stage holds; the pins then say what they recompute.
+        """
         require_counts(devices=devices, global_batch=global_batch)
         parsed = parse_pins(pins)
         require_pinned_regions(parsed, [region.name for region in self.costs.regions])
@@ -88,8 +98,25 @@ class Pricer:
         if count is None or batch is None:
             raise BadInputError("a price needs --devices N and --global-batch N.")
         pricing = finder.pricing(count, batch, parsed)
-        priced = [self._balanced(pricing, candidate) for candidate in pricing.candidates]
+        cut = self._cut(stage_layers, parsed) if stage_layers else None
+        priced = [
+            pricing.priced(candidate, cut) if cut else self._balanced(pricing, candidate)
+            for candidate in pricing.candidates
+        ]
         return _quote(min(priced, key=_preference), len(priced))
+
+    def _cut(self, stage_layers: Sequence[int], pins: Pins) -> Cut:
+        """Stages of so many blocks each, with what comes before the first block and after the last."""
+        names = [region.name for region in self.costs.regions]
+        blocks = [i for i, name in enumerate(names) if container_of(name)]
+        if sum(stage_layers) != len(blocks):
+            raise BadInputError(
+                f"stage layers {', '.join(map(str, stage_layers))}: expected {len(blocks)} in all, "
+                f"the model's blocks; got {sum(stage_layers)}."
+            )
+        ends = [blocks[sum(stage_layers[: s + 1]) - 1] + 1 for s in range(len(stage_layers) - 1)]
+        recompute = [pins.recompute_of(name) or "none" for name in names]
+        return Cut((*ends, len(names)), tuple(recompute))
 
     def _balanced(self, pricing: Pricing, candidate: Candidate) -> Priced:
         """Balanced stages inside the memory limit; where nothing fits, with no limit at all."""

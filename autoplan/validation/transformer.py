@@ -156,11 +156,11 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def decoder_source(shape: Shape) -> ModelSource:
+def decoder_source(shape: Shape, layers: int = TRACED_LAYERS) -> ModelSource:
     """What the capture needs: the model (built on meta, never with real weights) and its inputs."""
 
     def make_inputs(batch: int) -> dict[str, Any]:
         tokens = torch.zeros((batch, shape.sequence), dtype=torch.long)
         return {"tokens": tokens, "labels": tokens.clone()}
 
-    return ModelSource("published", __file__, lambda: Decoder(shape), make_inputs, None, ())
+    return ModelSource("published", __file__, lambda: Decoder(shape, layers), make_inputs, None, ())

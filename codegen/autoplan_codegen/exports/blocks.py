@@ -6,13 +6,12 @@ the embedding's side, what follows the last the loss's.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.plan import Part, Plan, RegionPlan
-from autoplan.region_runs import fold_regions
+from autoplan.region_runs import container_of, fold_regions
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,6 @@ def find_blocks(part: Part) -> Blocks:
         for i, stage in enumerate(entries)
     )
     return Blocks(main, stages, tuple(name for name in containers if name != main))
-
-
-def container_of(region: str) -> str:
-    """``model.layers.3 -> model.layers``; empty for a region that is no block."""
-    found = re.fullmatch(r"(.+)\.\d+", region)
-    return found[1] if found and found[1] != "glue" else ""
 
 
 def _stage_blocks(blocks: Sequence[RegionPlan], *, first: bool, last: bool) -> StageBlocks:

@@ -1,0 +1,167 @@
+"""``autoplan import``: another framework's launch script in; whether it is legal, fits and wastes, out.
+
+The script is read, never run: variables are filled in from the script itself and from ``--set``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.cli.search import positive
+from autoplan.errors import BadInputError
+from autoplan.units import GIB, bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autoplan.importing.report import ImportReport
+    from autoplan.importing.settings import Settings
+    from autoplan.planner.pricer import Pricer
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "import", help="read another framework's launch script: legal, fits, faster?", description=__doc__
+    )
+    parser.add_argument("script", type=Path, metavar="launch.sh", help="a script; TOML or JSON for some")
+    parser.add_argument(
+        "--from", dest="framework", required=True, help="megatron, loongforge, torchtitan or deepspeed"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a shell variable")
+    parser.add_argument(
+        "--model", type=Path, metavar="model.py", help="where the script does not state sizes"
+    )
+    parser.add_argument("--hw", help="hardware profile, for prices (else AUTOPLAN_HW)")
+    parser.add_argument("--devices", type=positive, metavar="N", help="where the script does not say")
+    parser.add_argument("--global-batch", type=positive, metavar="N", help="where the script does not say")
+    parser.add_argument("--sequence", type=positive, metavar="N", help="where the script does not say")
+    parser.add_argument("--no-price", action="store_true", help="check the rules alone")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: legal, and fits where it was priced; 1: not."""
+    from autoplan.cli.progress import output_to_stderr, progress
+    from autoplan.importing.report import check_settings
+    from autoplan.importing.settings import read_settings
+
+    settings = _completed(read_settings(args.script, args.framework, _variables(args.set)), args)
+    with output_to_stderr(args.json), progress(quiet=args.json) as say:
+        make = None if args.no_price else partial(_pricer, settings, args, say)
+        report = check_settings(settings, make)
+    if args.json:
+        print(json.dumps(_told(report)))
+    else:
+        _say(report)
+    return 0 if report.legal and (report.quote is None or report.quote.fits) else 1
+
+
+def _variables(texts: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadInputError(f"--set {text!r}: expected NAME=VALUE, such as --set NNODES=4.")
+        found[name] = value
+    return found
+
+
+def _completed(settings: Settings, args: argparse.Namespace) -> Settings:
+    from dataclasses import replace
+
+    return replace(
+        settings,
+        devices=args.devices or settings.devices,
+        global_batch=args.global_batch or settings.global_batch,
+        sequence=args.sequence or settings.sequence,
+    )
+
+
+def _pricer(settings: Settings, args: argparse.Namespace, say: Callable[[str], None]) -> Pricer:
+    from autoplan.importing.model import model_of
+    from autoplan.planner.pricer import Pricer
+
+    stated = args.model is None
+    fixed = stated and not settings.gated and settings.model.get("experts", 0) < 2
+    sizes = {} if fixed or not settings.sequence else {"sequence": settings.sequence}
+    return Pricer(
+        model_of(settings) if stated else args.model,
+        hw=args.hw,
+        devices=settings.devices,
+        global_batch=settings.global_batch,
+        dtype=settings.dtype,
+        sizes=sizes,
+        say=say,
+    )
+
+
+def _told(report: ImportReport) -> dict[str, Any]:
+    settings, quote = report.settings, report.quote
+    shown = {name: value for name, value in asdict(settings).items() if name not in ("said", "environment")}
+    told: dict[str, Any] = {
+        "settings": shown,
+        "legal": report.legal,
+        "findings": [asdict(finding) for finding in report.findings],
+        "pins": list(report.pins),
+        "unpriced": report.unpriced,
+        "wasted": list(report.wasted),
+        "changes": [asdict(change) for change in report.changes],
+        "fits": None,
+        "step_time_s": None,
+    }
+    if quote is None:
+        return told
+    items = [{"name": name, "gib": size / GIB} for name, size in quote.memory_items.items()]
+    memory = {
+        "peak": quote.memory_peak_bytes / GIB,
+        "limit": quote.memory_limit_bytes / GIB,
+        "peak_items": items,
+    }
+    return told | {
+        "fits": quote.fits,
+        "step_time_s": quote.step_time_s,
+        "tokens_per_s": quote.tokens_per_s,
+        "mfu": quote.mfu,
+        "memory_gib": memory,
+        "breakdown_s": dict(quote.breakdown_s),
+    }
+
+
+def _say(report: ImportReport) -> None:
+    s = report.settings
+    degrees = " x ".join(f"{axis} {getattr(s, axis)}" for axis in ("pp", "cp", "ep", "tp"))
+    where = f"{s.devices} devices" if s.devices else "an unknown number of devices"
+    print(f"{s.framework}: {degrees} on {where}, micro-batch {s.micro_batch}, {s.dtype}, ZeRO {s.zero}")
+    if s.unknown:
+        print(f"taken from elsewhere, not known here: {', '.join(s.unknown)} (--set NAME=VALUE)")
+    for finding in report.findings:
+        print(f"{finding.severity}: {finding.rule}: {finding.text}")
+    print("legal" if report.legal else "ILLEGAL: the framework refuses to start")
+    if report.unpriced:
+        print(f"not priced: {report.unpriced}")
+    if report.quote is not None:
+        _say_price(report)
+
+
+def _say_price(report: ImportReport) -> None:
+    quote = report.quote
+    assert quote is not None
+    verdict = "fits" if quote.fits else "DOES NOT FIT"
+    print(
+        f"memory {bytes_text(quote.memory_peak_bytes)} of {bytes_text(quote.memory_limit_bytes)}: {verdict}"
+    )
+    for name, size in sorted(quote.memory_items.items(), key=lambda item: -item[1])[:5]:
+        print(f"  {bytes_text(size):>10}  {name}")
+    print(
+        f"step {seconds_text(quote.step_time_s)}   {quote.tokens_per_s:,.0f} tokens/s   MFU {quote.mfu:.1%}"
+    )
+    for text in report.wasted:
+        print(f"wasted: {text}")
+    for change in report.changes:
+        print(f"better: {change.text}: {change.relative:+.1%} ({seconds_text(change.step_time_s)} a step)")
