@@ -245,6 +245,15 @@ class Moment:
     sending_forward: tuple[int, ...]
     sending_backward: tuple[int, ...]
 
+    def waits_to_send(self, chunk: int) -> int:
+        """How many tensors like those that the stage sends on are held: outputs, and their gradients."""
+        made = self.kind == "forward" and self.chunk == chunk
+        return self.gradients[chunk] + self.sending_forward[chunk] + made
+
+    def waits_to_receive(self, chunk: int) -> int:
+        """The same of tensors like those that the stage receives."""
+        return self.waiting[chunk] + self.sending_backward[chunk]
+
     def counts(self) -> tuple[int, ...]:
         """All counts in a row."""
         return (

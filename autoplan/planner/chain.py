@@ -18,7 +18,8 @@ class ChainItem:
     ``extra_s`` is added to ``backward_s`` (``inf``: not allowed); ``static_bytes`` are states,
     ``gathered_bytes`` what a ZeRO-3 unit needs whole while it runs; ``output_bytes`` cross a stage boundary
     after it; ``side`` names inputs (masks, tables) kept once per stage and micro-batch; ``sync_s`` and
-    ``update_s`` are its share, at least, of what its stage spends once a step on gradients and optimizer.
+    ``update_s`` are its share, at least, of what its stage spends once a step on gradients and optimizer. A
+    split backward puts off ``weight_s`` of ``backward_s`` and keeps ``deferred_bytes`` until then.
     """
 
     key: str
@@ -33,6 +34,8 @@ class ChainItem:
     side: tuple[tuple[str, float], ...] = ()
     sync_s: float = 0.0
     update_s: float = 0.0
+    weight_s: float = 0.0
+    deferred_bytes: float = 0.0
 
     @property
     def allowed(self) -> tuple[int, ...]:
@@ -42,10 +45,10 @@ class ChainItem:
 
 @dataclass(frozen=True)
 class Chain:
-    """All regions in order, the memory limit of a stage, and parameters that two regions share.
+    """All regions in order, the memory limit of a rank, and parameters that two regions share.
 
-    ``shared`` holds (region a, region b, bytes): counted once when both are on one stage. ``hop_s`` is the
-    least latency between two stages.
+    ``stages`` are those of all ranks, ``vpp`` of them a rank. ``shared`` holds (region a, region b, bytes):
+    counted once when both are on one stage. ``hop_s`` is the least latency between two stages.
     """
 
     items: tuple[ChainItem, ...]
@@ -54,6 +57,12 @@ class Chain:
     stages: int
     shared: tuple[tuple[int, int, float], ...] = ()
     hop_s: float = 0.0
+    schedule: str = "1f1b"
+    vpp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.stages // self.vpp
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,26 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.chain import NEVER, Chain, ChainItem, find_runs
-from autoplan_cost_models.schedule import in_flight
-from autoplan_cost_models.stage_memory import pipeline_buffer_bytes
+from autoplan.schedules import Moment, rank_moments
 
 Floats = NDArray[np.float64]
 Counts = tuple[tuple[str, int], ...]
 Mix = tuple[tuple[str, tuple[int, int, int]], ...]
+
+
+class Room(NamedTuple):
+    """At one moment of the schedule a stage keeps its saved bytes ``alive`` times, and ``bytes`` are left for
+    them and for what a running region needs (``running``: some region is)."""
+
+    alive: int
+    bytes: float
+    running: bool
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Column:
     counts: Mix
     sync_s: float = 0.0
     update_s: float = 0.0
+    weight_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -75,10 +85,7 @@ class ColumnPricer:
         for run, taken in takes:
             totals[self.runs[run].key] += taken
         counts = tuple(sorted(totals.items()))
-        flying = in_flight("1f1b", stage, self.chain.stages, self.chain.microbatches)
-        room = self.chain.limit_bytes - self._fixed_bytes(counts, takes)
-        room -= self._buffer_bytes(stage, flying, takes, inside=start % 2 == 1)
-        mix = self.mix(counts, flying, float(round(room)), takes)
+        mix = self.mix(counts, self._rooms(stage, counts, takes, inside=start % 2 == 1), takes)
         if mix is None:
             return None
         extra_s, chosen = mix
@@ -93,14 +100,15 @@ class ColumnPricer:
             counts=chosen,
             sync_s=sum(kind.sync_s * n for kind, n in kinds),
             update_s=sum(kind.update_s * n for kind, n in kinds),
+            weight_s=sum(kind.weight_s * n for kind, n in kinds),
         )
 
     def mix(
-        self, counts: Counts, flying: int, room_bytes: float, takes: tuple[tuple[int, int], ...]
+        self, counts: Counts, rooms: tuple[Room, ...], takes: tuple[tuple[int, int], ...]
     ) -> tuple[float, Mix] | None:
-        """Least extra time of a stage's regions within ``room_bytes``, and who recomputes what."""
+        """Least extra time of a stage's regions within the room at every moment, and who recomputes what."""
         del takes  # where the regions lie does not matter here
-        return self._mix(counts, flying, room_bytes)
+        return self._mix(counts, rooms)
 
     def _fixed_bytes(self, counts: Counts, takes: tuple[tuple[int, int], ...]) -> float:
         """States and gathered units of a stage, whatever is recomputed; shared parameters once."""
@@ -112,27 +120,47 @@ class ColumnPricer:
         )
         return states - twice + sum(units[:2])
 
-    def _buffer_bytes(
-        self, stage: int, flying: int, takes: tuple[tuple[int, int], ...], *, inside: bool
-    ) -> float:
-        """Side inputs, and what the pipeline keeps to receive into and send from."""
+    def _rooms(
+        self, stage: int, counts: Counts, takes: tuple[tuple[int, int], ...], *, inside: bool
+    ) -> tuple[Room, ...]:
+        """What is left at every moment of the schedule after states, side inputs and tensors on their way."""
+        chain = self.chain
         (first, _), (last, _) = takes[0], takes[-1]
-        side = dict(pair for run, _ in takes for pair in self.kinds[self.runs[run].key].side)
         before = self.runs[first if inside else first - 1].key
         received = self.kinds[before].output_bytes if stage else 0.0
-        sent = self.kinds[self.runs[last].key].output_bytes if stage < self.chain.stages - 1 else 0.0
-        buffers = pipeline_buffer_bytes(self.chain.microbatches, flying, received, sent)
-        return flying * sum(side.values()) + buffers
+        sent = self.kinds[self.runs[last].key].output_bytes if stage < chain.stages - 1 else 0.0
+        side = sum(dict(pair for run, _ in takes for pair in self.kinds[self.runs[run].key].side).values())
+        deferred = sum(self.kinds[key].deferred_bytes * n for key, n in counts)
+        left = chain.limit_bytes - self._fixed_bytes(counts, takes)
+        chunk = stage // chain.ranks
+        rooms: list[Room] = []
+        for moment in rank_moments(
+            chain.schedule, stage % chain.ranks, chain.ranks, chain.vpp, chain.microbatches
+        ):
+            taken = moment.alive[chunk] * side + self._kept(moment, chunk) * deferred
+            taken += moment.waits_to_receive(chunk) * received + moment.waits_to_send(chunk) * sent
+            running = moment.chunk == chunk and moment.kind != "backward_weight"
+            rooms.append(Room(moment.alive[chunk], float(round(left - taken)), running))
+        return _tightest(rooms)
 
-    def _cheapest_mix(self, counts: Counts, flying: int, room_bytes: float) -> tuple[float, Mix] | None:
-        """Least extra time whose saved and transient bytes fit ``room_bytes``, with the mix of each kind.
+    def _kept(self, moment: Moment, chunk: int) -> int:
+        """How often what weight gradients need is kept: at most once for the backward that runs, too."""
+        return moment.deferred[chunk] + (moment.kind == "backward_input" and moment.chunk == chunk)
+
+    def _cheapest_mix(self, counts: Counts, rooms: tuple[Room, ...]) -> tuple[float, Mix] | None:
+        """Least extra time whose saved and transient bytes fit, with the mix of each kind.
 
         Exact: for every possible largest transient, only options within it are allowed and it is paid.
         """
         best: tuple[float, Mix] | None = None
         for frontier in self._frontiers(counts):
-            room = (room_bytes - frontier.peak_bytes) / flying
-            fits = int(np.searchsorted(frontier.saved_bytes, room, side="right"))
+            most = min(
+                (room.bytes - room.running * frontier.peak_bytes) / room.alive
+                if room.alive
+                else (NEVER if room.bytes >= 0 else -NEVER)
+                for room in rooms
+            )
+            fits = int(np.searchsorted(frontier.saved_bytes, most, side="right"))
             if fits and (best is None or frontier.extra_s[fits - 1] < best[0]):
                 best = float(frontier.extra_s[fits - 1]), frontier.mixes[fits - 1]
         return best
@@ -166,6 +194,17 @@ class ColumnPricer:
             saved, extra = all_saved[keep], all_extra[keep]
             mixes = [(*mixes[int(i) // len(splits)], (key, splits[int(i) % len(splits)])) for i in keep]
         return Frontier(peak_bytes, saved, extra, mixes)
+
+
+def _tightest(rooms: Sequence[Room]) -> tuple[Room, ...]:
+    """Without the rooms in which all fits that fits in another."""
+    kept: list[Room] = []
+    for room in sorted(set(rooms), key=lambda one: (-one.alive, one.bytes, not one.running)):
+        if not any(
+            o.alive >= room.alive and o.bytes <= room.bytes and o.running >= room.running for o in kept
+        ):
+            kept.append(room)
+    return tuple(kept)
 
 
 def totals_of(item: ChainItem, splits: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats]:

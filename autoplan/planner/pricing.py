@@ -26,7 +26,7 @@ from autoplan.regions import Region
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import RegionCost
 from autoplan_cost_models.stage_memory import memory_limit_bytes
-from autoplan_cost_models.stage_time import dp_span, state_passes_s, zero_exposed_s
+from autoplan_cost_models.stage_time import dp_span, state_passes_s, weight_s, zero_exposed_s
 from autoplan_cost_models.step import price_plan
 from autoplan_cost_models.training_state import StateBytes, gradient_bytes, state_bytes
 
@@ -83,9 +83,11 @@ class Pricing:
             items=tuple(kinds[self._kind(region)] for region in self.costs.regions),
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
             microbatches=candidate.microbatches,
-            stages=candidate.mesh.pp,
+            stages=candidate.mesh.pp * candidate.vpp,
             shared=self._shared(candidate),
             hop_s=self.costs.cost_model.collective_s("p2p", least, span) if candidate.mesh.pp > 1 else 0.0,
+            schedule=candidate.schedule,
+            vpp=candidate.vpp,
         )
 
     def priced(self, candidate: Candidate, cut: Cut) -> Priced:
@@ -137,7 +139,6 @@ class Pricing:
         extra = tuple(
             max(0.0, slowest * cost.recompute_s[kind] + waits[i][1] - waits[0][1])
             + (RECOMPUTE_LAST_S if i else 0.0)
-            + (RECOMPUTE_LAST_S if i else 0.0)
             if pinned in (None, kind)
             else NEVER
             for i, kind in enumerate(RECOMPUTE)
@@ -159,6 +160,8 @@ class Pricing:
             side=tuple((item.name, item.bytes) for item in cost.side_items),
             sync_s=sync_s,
             update_s=update_s,
+            weight_s=slowest * weight_s(cost, passes),
+            deferred_bytes=sum(item.bytes for item in cost.deferred_items),
         )
 
     def _state_bytes(self, parameter_bytes: float, trainable_numel: float, candidate: Candidate) -> float:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.planner.chain import Chain
-from autoplan.planner.mixes import ColumnPricer, Counts, Floats, Mix, splits_of, totals_of
+from autoplan.planner.mixes import ColumnPricer, Counts, Floats, Mix, Room, splits_of, totals_of
+from autoplan.schedules import Moment
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,24 @@ class RelaxedPricer(ColumnPricer):
         self._least = functools.cache(self._least_extra)
 
     def mix(
-        self, counts: Counts, flying: int, room_bytes: float, takes: tuple[tuple[int, int], ...]
+        self, counts: Counts, rooms: tuple[Room, ...], takes: tuple[tuple[int, int], ...]
     ) -> tuple[float, Mix] | None:
-        return self._least(counts, flying, room_bytes, self._least_peak(takes))
+        return self._least(counts, rooms, self._least_peak(takes))
+
+    def _kept(self, moment: Moment, chunk: int) -> int:
+        return moment.deferred[chunk]
 
     def _least_extra(
-        self, counts: Counts, flying: int, room_bytes: float, least_peak: float
+        self, counts: Counts, rooms: tuple[Room, ...], least_peak: float
     ) -> tuple[float, Mix] | None:
         best: tuple[float, Mix] | None = None
         for points in self._points(counts):
-            fits = flying * points.saved_bytes + least_peak <= room_bytes
-            own = points.own_bytes + points.peak_bytes
-            fits &= (flying - 1) * points.saved_bytes + own <= room_bytes
+            fits = np.full(points.saved_bytes.shape, True)
+            for room in rooms:
+                fits &= room.alive * points.saved_bytes + room.running * least_peak <= room.bytes
+                if room.running:
+                    own = points.own_bytes + points.peak_bytes
+                    fits &= (room.alive - 1) * points.saved_bytes + own <= room.bytes
             if fits.any():
                 index = int(np.argmin(np.where(fits, points.extra_s, np.inf)))
                 extra_s = float(points.extra_s[index])

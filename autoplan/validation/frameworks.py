@@ -36,7 +36,6 @@ MEGATRON = Execution(
     fuses_pointwise=True,
     passes=MEGATRON_PASSES,
     gradient_bytes_per_parameter=FUSED_ACCUMULATION,
-    keeps_pipeline_buffers=False,
     reduced_bytes_per_parameter=2.0,
 )
 # Transformer Engine: gradients are reduced and weights gathered beside compute.
@@ -45,7 +44,6 @@ TRANSFORMER_ENGINE = Execution(
     fuses_pointwise=True,
     passes=MEGATRON_PASSES,
     gradient_bytes_per_parameter=FUSED_ACCUMULATION,
-    keeps_pipeline_buffers=False,
     overlaps_gradients=True,
 )
 # scripts/train/benchmarking/submit_benchmarks.py of mosaicml/llm-foundry: attn_impl triton. FSDP with flat

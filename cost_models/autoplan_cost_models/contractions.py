@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from autoplan.deferral import deferred_weight
 from autoplan.errors import UnsupportedOpError
 from autoplan_cost_models.kernels import Kernel, Kind
 from autoplan_cost_models.node_facts import (
@@ -90,12 +92,13 @@ def _products(
     forward = tuple(_gemm(p, p.m, p.n, p.k, dtype, share) for p in products)
     backward: list[Kernel] = []
     if node in needing:
+        later = deferred_weight(node) is not None
         for p in products:
             if p.left in needing:
                 backward.append(_gemm(p, p.m, p.k, p.n, dtype, share))
             if p.right in needing:
-                backward.append(_gemm(p, p.k, p.n, p.m, dtype, share))
-        backward.extend(_bias_gradient(node, needing, dtype))
+                backward.append(replace(_gemm(p, p.k, p.n, p.m, dtype, share), deferrable=later))
+        backward.extend(replace(one, deferrable=later) for one in _bias_gradient(node, needing, dtype))
     return products[0].kind, forward, tuple(backward)
 
 

@@ -21,7 +21,6 @@ class Execution:
     ``gathered_copies`` are moved per byte of a ZeRO-3 weight on each gather, to take it out of its buffer.
     ``selective_reruns_products`` is the share of matrix products that selective recompute does not keep.
     ``reduced_bytes_per_parameter`` is the width in which gradients are reduced; None: as they are kept.
-    ``keeps_pipeline_buffers``: a receive buffer for every micro-batch, as ``torch.distributed.pipelining``.
     ``overlaps_gradients``: the reduction runs beside the last micro-batch's backward, and the new weights
     (ZeRO 1 and 2) are gathered beside the first forward. ``optimizer_passes`` multiplies the traffic of one
     fused update.
@@ -36,7 +35,6 @@ class Execution:
     reduced_bytes_per_parameter: float | None = None
     overlaps_gradients: bool = False
     optimizer_passes: float = 1.0
-    keeps_pipeline_buffers: bool = True
 
 
 EAGER = Execution()

@@ -25,13 +25,15 @@ class KernelTable:
     """One row a kernel; ``amounts`` has a row for each name in ``AMOUNTS``.
 
     ``groups`` lists (kind, dtype, causal, is_backward, head size) with the rows of each; ``operation``
-    is the index of the operation that launches the kernel.
+    is the index of the operation that launches the kernel; ``deferrable`` are those that make gradients of
+    weights which a split backward puts off.
     """
 
     amounts: Floats
     launches: Floats
     operation: NDArray[np.intp]
     is_backward: Flags
+    deferrable: Flags
     groups: tuple[tuple[KernelGroup, NDArray[np.intp]], ...]
 
     def amount(self, name: str) -> Floats:
@@ -71,6 +73,7 @@ def kernel_table(operations: Sequence[Operation]) -> KernelTable:
         launches=np.array([k.launches for k in kernels], dtype=np.float64),
         operation=np.array(owners, dtype=np.intp),
         is_backward=np.array(backward, dtype=np.bool_),
+        deferrable=np.array([k.deferrable for k in kernels], dtype=np.bool_),
         groups=tuple((group, np.array(members, dtype=np.intp)) for group, members in rows.items()),
     )
 

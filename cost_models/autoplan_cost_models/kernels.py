@@ -30,7 +30,7 @@ class Kernel:
 
     ``flops`` counts multiply and add (2 count m n k for a product; half of it for causal attention,
     whose m and n are the query and key lengths and k the head size). ``bytes`` is everything read
-    and written once.
+    and written once. ``deferrable``: it makes the gradient of a weight that a split backward puts off.
     """
 
     kind: Kind
@@ -43,6 +43,7 @@ class Kernel:
     k: float = 0.0
     causal: bool = False
     launches: int = 1
+    deferrable: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autoplan.deferral import deferred_weight
 from autoplan_cost_models.contractions import ATTENTION
 from autoplan_cost_models.kernels import Operation
 from autoplan_cost_models.liveness import BackwardSteps, backward_steps, forward_live_bytes
-from autoplan_cost_models.node_facts import outputs_of, placeholder_needs_gradient, values_of
+from autoplan_cost_models.node_facts import node_bytes, outputs_of, placeholder_needs_gradient, values_of
 from autoplan_cost_models.tensor_names import tensor_names
 
 
@@ -42,7 +43,9 @@ class MemoryTrace:
     recompute keeps (outputs of contractions and collectives). ``recomputed_selective``: of ``saved``,
     what selective recompute makes again. ``forward_peak``: most live bytes of a forward that saves
     nothing; ``forward_extra``: most live bytes beyond ``saved`` of one that saves.
-    ``last_saver``: nodes from this index on need not run again (recompute stops there).
+    ``last_saver``: nodes from this index on need not run again (recompute stops there). ``deferred``: what a
+    split backward keeps until the weights get their gradients (what products read, and the gradients of
+    what they made).
     """
 
     inputs: tuple[NamedBytes, ...]
@@ -55,6 +58,7 @@ class MemoryTrace:
     backward: BackwardSteps
     output_bytes: float
     last_saver: int
+    deferred: tuple[NamedBytes, ...] = ()
 
 
 @dataclass
@@ -182,6 +186,7 @@ def _account(graph: fx.Graph, operations: Sequence[Operation], record: StorageRe
         backward=backward_steps(graph, record.saved_by, saved, names),
         output_bytes=_output_bytes(graph),
         last_saver=_last_saver(nodes, record),
+        deferred=_deferred(nodes, record),
     )
 
 
@@ -231,6 +236,16 @@ def _output_bytes(graph: fx.Graph) -> float:
     (output,) = (node for node in graph.nodes if node.op == "output")
     tensors = (tensor for source in output.all_input_nodes for tensor in outputs_of(source))
     return float(sum(t.numel() * t.element_size() for t in tensors if t.is_floating_point()))
+
+
+def _deferred(nodes: Sequence[fx.Node], record: StorageRecord) -> tuple[NamedBytes, ...]:
+    """Rows of products whose weight gradients wait, each storage once, and a gradient of every output."""
+    products = [node for node in nodes if deferred_weight(node) is not None]
+    rows = {key: record.size[key] for node in products for key in record.outputs[node.all_input_nodes[0]]}
+    return (
+        NamedBytes("inputs of products whose weight gradients wait", float(sum(rows.values()))),
+        NamedBytes("gradients that wait for them", float(sum(node_bytes(node) for node in products))),
+    )
 
 
 def _last_saver(nodes: Sequence[fx.Node], record: StorageRecord) -> int:

@@ -64,6 +64,7 @@ class MemoryForms:
     backward: StepForms
     output_bytes: Form
     last_saver: int
+    deferred: NamedForms = ()
 
     def saved_items(self, steps: float) -> dict[str, tuple[NamedBytes, ...]]:
         """What one micro-batch in flight keeps, by recompute kind, largest first."""
@@ -76,6 +77,10 @@ class MemoryForms:
 
     def side_items(self, steps: float) -> tuple[NamedBytes, ...]:
         return tuple(NamedBytes(name, form.at(steps)) for name, form in self.side_inputs)
+
+    def deferred_items(self, steps: float) -> tuple[NamedBytes, ...]:
+        """What a split backward of one micro-batch keeps until the weights get their gradients."""
+        return tuple(NamedBytes(name, form.at(steps)) for name, form in self.deferred)
 
     def transient_items(self, steps: float) -> dict[str, tuple[NamedBytes, ...]]:
         """What lives only while the region runs, by recompute kind, largest first.
@@ -115,6 +120,7 @@ def memory_forms(traces: Sequence[MemoryTrace], samples: int) -> MemoryForms:
         ),
         output_bytes=form("output_bytes"),
         last_saver=first.last_saver,
+        deferred=named("deferred"),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from autoplan.deferral import deferred_weight
 from autoplan_cost_models.contractions import (
     contraction_kernels,
     is_contraction,
@@ -132,5 +133,6 @@ def _gradient_sums(graph: fx.Graph, needing: frozenset[fx.Node]) -> Operation:
         extra = users - 1
         if extra > 0 and op_name(node) != "getitem":
             traffic = 3.0 * node_bytes(node) * extra
-            kernels.append(Kernel("memory", kernel_dtype(node), traffic, launches=extra))
+            later = all(deferred_weight(user) is node for user in node.users)
+            kernels.append(Kernel("memory", kernel_dtype(node), traffic, launches=extra, deferrable=later))
     return Operation(GRADIENT_SUMS, "add", "memory", backward=tuple(kernels))

@@ -49,6 +49,7 @@ class RegionCost:
     per micro-batch in flight (the region's inputs included, its outputs not: they are the next region's
     inputs; ``side_items``, read by every block, apart: a stage counts them once); bytes that live only while
     the region runs.
+    Of ``backward_s`` a split backward puts off ``weight_s``, and keeps ``deferred_items`` until then.
     ``model_flops`` is three times the forward contractions of the whole region, causal attention half.
     ``estimated`` names the estimated quantities used.
     """
@@ -69,6 +70,8 @@ class RegionCost:
     model_flops: float
     estimated: tuple[str, ...] = ()
     collectives: tuple[CollectiveCost, ...] = ()
+    weight_s: float = 0.0
+    deferred_items: tuple[NamedBytes, ...] = ()
 
     @property
     def trainable_numel(self) -> int:
@@ -134,6 +137,8 @@ class CostModel:
             model_flops=3.0 * work.whole_flops.at(steps),
             estimated=self._estimated(work, spans),
             collectives=collectives,
+            weight_s=float(np.sum(seconds[table.deferrable])),
+            deferred_items=work.memory.deferred_items(steps),
         )
 
     def collective_s(self, kind: str, message_bytes: float, span: Span) -> float:

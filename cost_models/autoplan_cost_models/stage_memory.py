@@ -1,7 +1,7 @@
-"""Peak memory of one stage on one device, with every contributor by name.
+"""What the stages of one device keep through the whole step, with every contributor by name.
 
-Comes in: the stage's regions with their costs and recompute, ZeRO stage, schedule. Goes out: the peak in
-bytes and its :class:`~autoplan.plan.MemoryItem` list, largest first, which sums to it.
+Comes in: regions with their costs and recompute, and the ZeRO stage. Goes out: states, and the units that
+ZeRO-3 gathers, as :class:`~autoplan.plan.MemoryItem` lists.
 """
 
 from __future__ import annotations
@@ -28,17 +28,12 @@ class PlacedRegion:
 
 @dataclass(frozen=True)
 class StageSetting:
-    """What else decides a stage's memory; ``in_flight`` micro-batches are alive at once."""
+    """What else decides the memory of states."""
 
     dtype: str
     optimizer: str
     zero: int
     dp: int
-    stage: int
-    stages: int
-    microbatches: int
-    in_flight: int
-    keeps_pipeline_buffers: bool = True
 
 
 def memory_limit_bytes(profile: HardwareProfile) -> float:
@@ -72,25 +67,6 @@ def stage_parameters(regions: Sequence[PlacedRegion]) -> list[ParameterUse]:
     return held
 
 
-def pipeline_buffer_bytes(
-    microbatches: int, in_flight: int, received_bytes: float, sent_bytes: float
-) -> float:
-    """Buffers of ``torch.distributed.pipelining``: one per micro-batch to receive its activation and one to
-    receive its gradient (both kept through the step), and the outputs of the micro-batches in flight.
-
-    Activations received and in flight are counted as the first region's inputs, so not here.
-    ``received_bytes`` is 0 on the first stage, ``sent_bytes`` 0 on the last.
-    """
-    return (microbatches - in_flight) * received_bytes + (microbatches + in_flight) * sent_bytes
-
-
-def _buffer_bytes(setting: StageSetting, received_bytes: float, sent_bytes: float) -> float:
-    """What the pipeline keeps; without buffers for every micro-batch, one each way and direction."""
-    if not setting.keeps_pipeline_buffers:
-        return 2 * (received_bytes + sent_bytes)
-    return pipeline_buffer_bytes(setting.microbatches, setting.in_flight, received_bytes, sent_bytes)
-
-
 def gathered_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[MemoryItem]:
     """Under ZeRO-3: the two largest regions' weights and gradients whole (one in use, one arriving or
     leaving)."""
@@ -105,48 +81,8 @@ def gathered_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> li
     return items
 
 
-def stage_memory(
-    regions: Sequence[PlacedRegion], setting: StageSetting, received_bytes: float, sent_bytes: float
-) -> tuple[float, tuple[MemoryItem, ...]]:
-    """Peak bytes and named items.
-
-    The peak is the worst region's: while region r runs backward, the oldest micro-batch's later regions
-    are freed already, its regions up to r are alive, and so are all regions of the others in flight.
-    """
-    worst = _worst_region(regions)
-    items = [
-        *_state_items(regions, setting),
-        *gathered_items(regions, setting),
-        *_saved_items(regions, worst, setting.in_flight),
-        *_transient_items(regions[worst]),
-    ]
-    buffers = _buffer_bytes(setting, received_bytes, sent_bytes)
-    items.append(MemoryItem(f"pipeline buffers of {setting.microbatches} micro-batches", buffers))
-    named = tuple(sorted((item for item in items if item.bytes > 0), key=lambda item: -item.bytes))
-    return sum(item.bytes for item in named), named
-
-
-def micro_batch_bytes(regions: Sequence[PlacedRegion]) -> tuple[float, float]:
-    """(kept by a micro-batch in flight, taken at the peak by the one that runs backward), of the
-    :func:`stage_memory` peak."""
-    worst = _worst_region(regions)
-    side = sum({item.name: item.bytes for r in regions for item in r.cost.side_items}.values())
-    kept = [_saved(region) for region in regions]
-    running = sum(kept[: worst + 1]) + sum(item.bytes for item in _transient_items(regions[worst]))
-    return sum(kept) + side, running + side
-
-
-def _worst_region(regions: Sequence[PlacedRegion]) -> int:
-    """The region in whose backward most is alive (the other micro-batches add the same to every region)."""
-    alive = 0.0
-    peaks: list[float] = []
-    for region in regions:
-        alive += region.cost.saved_bytes[region.recompute]
-        peaks.append(alive + region.cost.transient_bytes[region.recompute])
-    return max(range(len(regions)), key=lambda index: peaks[index])
-
-
-def _state_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[MemoryItem]:
+def state_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[MemoryItem]:
+    """Weights, gradients, master weights, moments and buffers."""
     states = stage_states(regions, setting)
     buffers = sum(region.cost.buffer_bytes for region in regions)
     shared = "" if setting.zero < 3 or setting.dp == 1 else f" (1/{setting.dp} of each)"
@@ -157,47 +93,3 @@ def _state_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list
         MemoryItem(f"{setting.optimizer} moments", states.moments),
         MemoryItem("buffers", buffers),
     ]
-
-
-def _saved_items(regions: Sequence[PlacedRegion], worst: int, in_flight: int) -> list[MemoryItem]:
-    """Saved activations, grouped by layout and recompute; a single region's largest tensors by name."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for index, region in enumerate(regions):
-        groups.setdefault((region.layout, region.recompute), []).append(index)
-    items: list[MemoryItem] = []
-    for (_, recompute), members in groups.items():
-        alive = (in_flight - 1) * len(members) + sum(1 for index in members if index <= worst)
-        first = regions[members[0]]
-        if len(members) == 1:
-            items.extend(_named_tensors(first, alive))
-        else:
-            label = f"saved activations of {len(members)} x {first.name}.. ({_word(recompute)}"
-            items.append(MemoryItem(f"{label}, {in_flight} in flight)", alive * _saved(first)))
-    return items + _side_items(regions, in_flight)
-
-
-def _named_tensors(region: PlacedRegion, alive: int) -> list[MemoryItem]:
-    items = region.cost.saved_items[region.recompute]
-    large = [item for item in items if item.bytes >= 0.1 * _saved(region)]
-    rest = _saved(region) - sum(item.bytes for item in large)
-    named = [MemoryItem(f"{item.name} saved by {region.name}", alive * item.bytes) for item in large]
-    return [*named, MemoryItem(f"other saved activations of {region.name}", alive * rest)]
-
-
-def _side_items(regions: Sequence[PlacedRegion], in_flight: int) -> list[MemoryItem]:
-    """Masks and tables that every block reads: once a stage and micro-batch."""
-    side = {item.name: item.bytes for region in regions for item in region.cost.side_items}
-    return [MemoryItem(f"side input {name}", in_flight * size) for name, size in side.items()]
-
-
-def _transient_items(region: PlacedRegion) -> list[MemoryItem]:
-    items = region.cost.transient_items[region.recompute]
-    return [MemoryItem(f"{item.name} of {region.name}", item.bytes) for item in items]
-
-
-def _saved(region: PlacedRegion) -> float:
-    return region.cost.saved_bytes[region.recompute]
-
-
-def _word(recompute: str) -> str:
-    return {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[recompute]

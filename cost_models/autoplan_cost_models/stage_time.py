@@ -17,7 +17,8 @@ from autoplan_cost_models.training_state import StateBytes, gradient_bytes
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Per micro-batch, except ``gradient_sync`` and ``optimizer``, which happen once a step."""
+    """Per micro-batch, except ``gradient_sync`` and ``optimizer``, which happen once a step. ``weight`` is
+    the part of ``backward_compute`` that a split backward puts off."""
 
     forward_compute: float
     backward_compute: float
@@ -28,6 +29,7 @@ class StageSeconds:
     gather_backward: float
     gradient_sync: float
     optimizer: float
+    weight: float = 0.0
 
     @property
     def forward(self) -> float:
@@ -99,6 +101,12 @@ def state_passes_s(
     return speeds.pass_seconds(copied), speeds.pass_seconds(copied + added)
 
 
+def weight_s(cost: RegionCost, passes_s: tuple[float, float]) -> float:
+    """What a split backward of a region puts off: products for weights, and adding their gradients up (see
+    :func:`state_passes_s`; a split backward goes with whole gradients)."""
+    return cost.weight_s + passes_s[1] - passes_s[0] if cost.weight_s else 0.0
+
+
 def stage_seconds(
     regions: Sequence[PlacedRegion],
     states: StateBytes,
@@ -128,6 +136,7 @@ def stage_seconds(
         optimizer=slowest
         * cost_model.execution.optimizer_passes
         * cost_model.speeds.pass_seconds(states.optimizer_traffic),
+        weight=slowest * sum(map(weight_s, costs, passes)),
     )
     whole = gradient_bytes(trainable_numel, dtype, zero)
     if cost_model.execution.reduced_bytes_per_parameter is not None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import MemoryItem, Part, Prediction, RegionPlan, StagePrediction, Workload
+from autoplan.schedules import rank_moments
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.compute import DTYPE_FALLBACKS
-from autoplan_cost_models.execution import Execution
+from autoplan_cost_models.rank_memory import StageLoad, micro_batch_bytes, rank_memory
 from autoplan_cost_models.region_cost import CostModel, RegionCost
 from autoplan_cost_models.schedule import in_flight, rank_ends
 from autoplan_cost_models.stage_detail import backward_parts_s, forward_parts_s, link_bytes
@@ -22,8 +23,6 @@ from autoplan_cost_models.stage_memory import (
     PlacedRegion,
     StageSetting,
     memory_limit_bytes,
-    micro_batch_bytes,
-    stage_memory,
     stage_parameters,
     stage_states,
 )
@@ -45,15 +44,18 @@ BREAKDOWN = (
 
 @dataclass(frozen=True)
 class PricedStage:
-    """One stage: its regions, seconds, memory, and bytes it sends on per micro-batch."""
+    """One stage: what it holds, seconds, micro-batches in flight, and the memory of its rank (which may hold
+    other stages too)."""
 
-    regions: tuple[PlacedRegion, ...]
+    load: StageLoad
     seconds: StageSeconds
     in_flight: int
     peak_bytes: float
     items: tuple[MemoryItem, ...]
-    receives_bytes: float
-    sends_bytes: float
+
+    @property
+    def regions(self) -> tuple[PlacedRegion, ...]:
+        return self.load.regions
 
 
 def price_plan(
@@ -97,18 +99,29 @@ def _price_stages(
     part: Part, costs: RegionCosts, cost_model: CostModel, workload: Workload
 ) -> tuple[PricedStage, ...]:
     placed = [tuple(_place(region, costs) for region in stage.regions) for stage in part.stages]
-    sends = [regions[-1].cost.output_bytes for regions in placed[:-1]]
+    sends = [0.0, *(regions[-1].cost.output_bytes for regions in placed[:-1]), 0.0]
+    loads = [StageLoad(*load) for load in zip(placed, sends, sends[1:])]
+    setting = StageSetting(workload.dtype, workload.optimizer, part.zero, part.mesh.replicas)
+    memory = [_rank_memory(part, loads, setting, rank) for rank in range(part.mesh.pp)]
     priced: list[PricedStage] = []
-    for index, regions in enumerate(placed):
-        setting = _setting(part, index, workload, cost_model.execution)
-        states = stage_states(regions, setting)
-        received = sends[index - 1] if index else 0.0
-        sent = sends[index] if index < len(sends) else 0.0
-        trainable = sum(use.numel for use in stage_parameters(regions) if use.trainable)
-        seconds = stage_seconds(regions, states, trainable, cost_model, part.mesh, part.zero, workload.dtype)
-        peak, items = stage_memory(regions, setting, received, sent)
-        priced.append(PricedStage(regions, seconds, setting.in_flight, peak, items, received, sent))
+    for index, load in enumerate(loads):
+        states = stage_states(load.regions, setting)
+        trainable = sum(use.numel for use in stage_parameters(load.regions) if use.trainable)
+        seconds = stage_seconds(
+            load.regions, states, trainable, cost_model, part.mesh, part.zero, workload.dtype
+        )
+        flying = in_flight(part.schedule, index, len(loads), part.microbatches, part.vpp)
+        priced.append(PricedStage(load, seconds, flying, *memory[index % part.mesh.pp]))
     return tuple(priced)
+
+
+def _rank_memory(
+    part: Part, loads: Sequence[StageLoad], setting: StageSetting, rank: int
+) -> tuple[float, tuple[MemoryItem, ...]]:
+    """The peak of one pipeline rank, which holds all its stages."""
+    ranks = part.mesh.pp
+    moments = rank_moments(part.schedule, rank, ranks, part.vpp, part.microbatches)
+    return rank_memory(loads[rank::ranks], setting, moments)
 
 
 def _place(region: RegionPlan, costs: RegionCosts) -> PlacedRegion:
@@ -116,25 +129,10 @@ def _place(region: RegionPlan, costs: RegionCosts) -> PlacedRegion:
     return PlacedRegion(region.region, region.layout, region.recompute, cost)
 
 
-def _setting(part: Part, stage: int, workload: Workload, execution: Execution) -> StageSetting:
-    stages = len(part.stages)
-    return StageSetting(
-        dtype=workload.dtype,
-        optimizer=workload.optimizer,
-        zero=part.zero,
-        dp=part.mesh.replicas,
-        stage=stage,
-        stages=stages,
-        microbatches=part.microbatches,
-        in_flight=in_flight(part.schedule, stage, stages, part.microbatches, part.vpp),
-        keeps_pipeline_buffers=execution.keeps_pipeline_buffers,
-    )
-
-
 def _hop_seconds(part: Part, stages: Sequence[PricedStage], cost_model: CostModel) -> list[float]:
     """One hop's latency: every tp rank sends the whole boundary tensors to its peer on the next stage."""
     span = Span(2, part.mesh.stage_devices)
-    return [cost_model.collective_s("p2p", stage.sends_bytes, span) for stage in stages[:-1]]
+    return [cost_model.collective_s("p2p", stage.load.sent_bytes, span) for stage in stages[:-1]]
 
 
 def _breakdown(
@@ -166,7 +164,9 @@ def _last_ends(part: Part, stages: Sequence[PricedStage], hops: Sequence[float])
     """When each pipeline rank's last backward ends."""
     forward = [stage.seconds.forward for stage in stages]
     backward = [stage.seconds.backward for stage in stages]
-    return rank_ends(part.schedule, forward, backward, part.microbatches, hops, vpp=part.vpp)
+    weight = [stage.seconds.weight for stage in stages]
+    m = part.microbatches
+    return rank_ends(part.schedule, forward, backward, m, hops, vpp=part.vpp, weight_s=weight)
 
 
 def _tied_sync_s(
@@ -224,7 +224,7 @@ def _estimated(
 
 def _stage_prediction(stage: PricedStage, limit_bytes: float, part: Part, dtype: str) -> StagePrediction:
     seconds = stage.seconds
-    saved_bytes, backward_bytes = micro_batch_bytes(stage.regions)
+    saved_bytes, backward_bytes = micro_batch_bytes(stage.load)
     return StagePrediction(
         forward_s=seconds.forward,
         backward_s=seconds.backward,
@@ -232,7 +232,7 @@ def _stage_prediction(stage: PricedStage, limit_bytes: float, part: Part, dtype:
         tp_communication_s=seconds.tp_communication,
         gradient_sync_s=seconds.gradient_sync,
         optimizer_s=seconds.optimizer,
-        sends_bytes=stage.sends_bytes,
+        sends_bytes=stage.load.sent_bytes,
         in_flight=stage.in_flight,
         memory_limit_bytes=limit_bytes,
         memory_peak_bytes=stage.peak_bytes,
@@ -241,5 +241,5 @@ def _stage_prediction(stage: PricedStage, limit_bytes: float, part: Part, dtype:
         backward_parts_s=backward_parts_s(stage.regions, seconds),
         saved_bytes=saved_bytes,
         backward_bytes=backward_bytes,
-        link_bytes=link_bytes(stage.regions, part, dtype, stage.receives_bytes, stage.sends_bytes),
+        link_bytes=link_bytes(stage.regions, part, dtype, stage.load.received_bytes, stage.load.sent_bytes),
     )
