@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autoplan_passes.dispatch import combine, dispatch, route
 from autoplan_passes.transitions import move_of
+
+ROUTED = (dispatch, combine)
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,10 @@ class Mutant:
 
 
 def mutants(graph: fx.GraphModule, ways: int) -> Iterator[Mutant]:
-    """Every collective and every average over ``ways`` parts: deleted, then doubled."""
+    """Every collective, dispatch and average over ``ways`` parts: deleted, then doubled."""
     for node in graph.graph.nodes:
-        if move_of(node) is not None or is_scale(node, ways):
+        counted = node.users and all(user.target is route for user in node.users)  # whatever its state
+        if not counted and (move_of(node) is not None or node.target in ROUTED or is_scale(node, ways)):
             yield deleted(graph, node)
             yield doubled(graph, node)
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 from graph_fixture import functional_graph
 from mutants import Mutant, mutants
+from test_experts import CASES as EXPERT_CASES
+from test_experts import graph_of as expert_graph
+from test_experts import layout_of as expert_layouts
 from test_shard import MODELS, WAYS, graph_of, layout_of
 from torch import fx, nn
 
@@ -16,7 +19,7 @@ from autoplan.plan import AxisLayout, Layout
 from autoplan_passes.calls import op_name, output_nodes
 from autoplan_passes.conversions import TABLE
 from autoplan_passes.faults import Fault, TypeFault
-from autoplan_passes.shard import shard_region
+from autoplan_passes.shard import AxisStep, dry_groups, shard_region
 from autoplan_passes.states import State
 from autoplan_passes.transitions import TRANSITIONS, move_of
 from autoplan_passes.typecheck import Borders, check_placements, dual
@@ -103,6 +106,28 @@ def test_every_mutant_is_found_at_its_op(key: str) -> None:
     for mutant in made:
         assert_found(mutant, key)
     assert len(made) >= 2
+
+
+@pytest.mark.parametrize(("name", "how"), EXPERT_CASES)
+def test_rows_at_their_experts_are_checked(name: str, how: str) -> None:
+    """Rows of another rank's tokens have the right shape wherever they are used."""
+    whole, _ = expert_graph(name)
+    layout, steps = expert_layouts(whole, how), list[AxisStep]()
+    with dry_groups(layout):
+        shard_region(whole, layout, steps)
+        for step in steps:
+            borders = Borders.of(step.layout, step.axis)
+            check_placements(step.whole, step.local, borders)
+            made = list(mutants(step.local, -1)) if how == "ep2" or step.axis == "tp" else []
+            for mutant in (one for one in made if step.axis in twin(step.local, one).args):
+                with pytest.raises(TypeFault) as error:
+                    check_placements(step.whole, mutant.graph, borders)
+                fault = error.value.fault
+                assert mutant.near & {fault.op, *fault.path}, (mutant.what, mutant.node, str(fault))
+
+
+def twin(graph: fx.GraphModule, mutant: Mutant) -> fx.Node:
+    return next(node for node in graph.graph.nodes if node.name == mutant.node)
 
 
 class Doubled(nn.Module):

@@ -117,7 +117,7 @@ def node_sends(node: fx.Node, differentiable: frozenset[fx.Node]) -> list[NodeSe
         sends = [NodeSends(f, b, axis, int(sent), int(back)) for f, b, sent, back, axis in noted]
     else:
         size = max(_bytes(node.meta["val"]), _bytes(move.tensor.meta["val"]))
-        sends = [NodeSends(*move.transition.sends, move.axis, size, size)]
+        sends = [NodeSends(*move.sends, move.axis, size, size)]
     return [one.without_backward() if node not in differentiable else one for one in sends]
 
 

@@ -178,7 +178,8 @@ class _Check:
             local = local_graph(self.capture, call, self.plan, steps=steps)
             for step in steps:
                 axis = step.axis
-                check_placements(step.whole, step.local, Borders.of(step.layout, step.axis))
+                with dry_mesh(step.whole, mesh):
+                    check_placements(step.whole, step.local, Borders.of(step.layout, step.axis))
         except BadPlanError as error:
             yield RegionFault(name, "", Fault(call.layout or "side", "a layout that fits", str(error)))
         except TypeFault as error:

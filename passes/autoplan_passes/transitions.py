@@ -49,14 +49,19 @@ TRANSITIONS: Mapping[Callable[..., Any], Transition] = {
 
 @dataclass(frozen=True)
 class Move:
-    """One collective of a graph: its tensor, the axis, and the placements before and after."""
+    """One collective of a graph: its tensor, and how it lies before and after.
+
+    ``arrives`` is how the gradient of the result must lie, ``passes`` how that of the tensor comes out.
+    """
 
     node: fx.Node
     tensor: fx.Node
     axis: str
     before: State
     after: State
-    transition: Transition
+    arrives: State
+    passes: State
+    sends: tuple[str, str]
 
 
 def move_of(node: fx.Node) -> Move | None:
@@ -68,11 +73,15 @@ def move_of(node: fx.Node) -> Move | None:
     at = next((i for i, argument in enumerate(rest) if isinstance(argument, str)), None)
     if at is None or not isinstance(tensor, fx.Node):
         return None
-    dims, sections = [int(str(d)) for d in rest[:at]], [_sizes(value) for value in rest[at + 1 :]]
+    dims, sections = [int(str(d)) for d in rest[:at]] or [-1], [_sizes(value) for value in rest[at + 1 :]]
     first, last = (sections[0], sections[-1]) if sections else ((), ())
-    before = shard(dims[0], first) if transition.before == "S" else State(transition.before)
-    after = shard(dims[-1], last) if transition.after == "S" else State(transition.after)
-    return Move(node, tensor, str(rest[at]), before, after, transition)
+
+    def state(kind: str, dim: int, own: tuple[int, ...]) -> State:
+        return shard(dim, own) if kind == "S" else State(kind)
+
+    before, passes = (state(k, dims[0], first) for k in (transition.before, transition.passes))
+    after, arrives = (state(k, dims[-1], last) for k in (transition.after, transition.arrives))
+    return Move(node, tensor, str(rest[at]), before, after, arrives, passes, transition.sends)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

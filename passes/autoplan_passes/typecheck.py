@@ -28,7 +28,8 @@ __all__ = ["Borders", "check_placements"]
 def check_placements(whole: fx.GraphModule, local: fx.GraphModule, borders: Borders) -> dict[str, State]:
     """The placement of every tensor of ``local`` by node name; R* is R with a partial gradient.
 
-    ``whole`` is the graph that ``local`` was made from on ``borders.axis``. Raises :class:`TypeFault`.
+    ``whole`` is the graph that ``local`` was made from on ``borders.axis``; collectives of other axes in it
+    must be bound to dry groups by the caller. Raises :class:`TypeFault`.
     """
     values = Forward(whole, local, borders)
     with dry_group(borders.axis, borders.size), find_fake_mode(whole.graph), quiet():
@@ -106,12 +107,12 @@ class _Backward:
         gradient = self._arrived(move.node)
         if gradient is None:
             return
-        source, change = self.values.of[move.node], move.transition
-        wanted = fitted(move.after if change.arrives == "S" else State(change.arrives), source)
+        source = self.values.of[move.node]
+        wanted = fitted(move.arrives, source)
         if gradient.state != wanted:
             found = f"{gradient.state} from {gradient.user.name}"
             raise fault_at(move.node, f"its gradient as {wanted}", found, gradient.path)
-        passed = fitted(move.before if change.passes == "S" else State(change.passes), source)
+        passed = fitted(move.passes, source)
         path = (move.node.name,) if passed.kind == "P" else ()
         self._give(move.tensor, _Gradient(passed, move.node, path))
 
@@ -134,6 +135,4 @@ class _Backward:
 
 def dual(state: State) -> State:
     """How the gradient of a tensor in a state lies."""
-    if state.is_shard:
-        return state
-    return State("P") if state.kind == "R*" else REPLICATE
+    return {"R*": State("P"), "P": REPLICATE}.get(state.kind, state)

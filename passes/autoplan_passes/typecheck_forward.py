@@ -20,8 +20,17 @@ from autoplan_passes.dims import OUTPUT, Form, carry, narrow, place
 from autoplan_passes.faults import Fault, TypeFault, call_text, fault_at, located
 from autoplan_passes.local_ops import local_call, propagate
 from autoplan_passes.rules import Facts, Rule, form_of, rules_for
-from autoplan_passes.states import REPLICATE, State, divides, local_shape, parse_state, shard
+from autoplan_passes.states import (
+    REPLICATE,
+    State,
+    divides,
+    is_at_experts,
+    local_shape,
+    parse_state,
+    shard,
+)
 from autoplan_passes.transitions import Move, move_of
+from autoplan_passes.typecheck_experts import EP, Routes
 
 MOST_RULES_SHOWN = 4
 
@@ -75,6 +84,7 @@ class Forward:
         self.state: dict[fx.Node, State] = {}
         self.moves: dict[fx.Node, Move] = {}
         self.steps: dict[fx.Node, Step] = {}
+        self.routes = Routes(whole.graph) if borders.axis == EP else None
         self._value: dict[fx.Node, Any] = {}
         self._path: dict[fx.Node, tuple[str, ...]] = {}
 
@@ -84,9 +94,7 @@ class Forward:
         sources = iter([n for n in self.whole.graph.nodes if n.op == "call_function"])
         nodes = [n for n in self.local.graph.nodes if n.op == "call_function"]
         while nodes:
-            move = move_of(nodes[0])
-            if move is not None and move.axis == self.borders.axis:
-                self._move(move)
+            if self._take(nodes[0]):
                 del nodes[0]
                 continue
             source = next(sources, None)
@@ -97,6 +105,34 @@ class Forward:
         if left is not None:
             raise fault_at(self.local.graph.output_node(), f"the op {call_text(left)} before it", "none")
         self._match_outputs()
+
+    def _take(self, node: fx.Node) -> bool:
+        """Whether the node is this axis's own: a collective, or a route of rows to their experts."""
+        if self.routes is not None and self.routes.add(node):
+            self._route(node, self.routes)
+            return True
+        move = self.routes.move_of(node) if self.routes is not None else move_of(node)
+        if move is None or move.axis != self.borders.axis:
+            return False
+        self._move(move)
+        return True
+
+    def _route(self, node: fx.Node, routes: Routes) -> None:
+        for tensor in node.all_input_nodes:
+            found = self.state.get(tensor, "no tensor of the region")
+            if tensor not in routes.states and found != REPLICATE:
+                raise fault_at(node, f"{tensor.name} as R", str(found))
+        self._value[node] = self._rerun(node, node.all_input_nodes)
+        ends = routes.ends_of(node)
+        if ends is not None:
+            self._keep(node, self.of[ends[0]], ends[1], self._value[node])
+
+    def _rerun(self, node: fx.Node, inputs: Sequence[fx.Node]) -> Any:
+        """The value of a node as it is, on fake tensors."""
+        scratch = fx.Graph()
+        copied = scratch.node_copy(node, self._placeholders(scratch, inputs).__getitem__)
+        with located(node):
+            return propagate(copied).meta["val"]
 
     def _match_placeholders(self) -> None:
         pairs = [[n for n in g.graph.nodes if n.op == "placeholder"] for g in (self.whole, self.local)]
@@ -109,7 +145,7 @@ class Forward:
     def _keep(self, node: fx.Node, source: fx.Node, state: State, value: Any) -> None:
         """Record what a node is; its shape must be that of its placement."""
         self.of[node], self.state[node], self._value[node] = source, state, value
-        if not is_tensor(source):
+        if not is_tensor(source) or is_at_experts(state):
             return
         shape, size = shape_of(source), self.borders.size
         if not divides(shape, state, size):
@@ -129,14 +165,12 @@ class Forward:
     def _move(self, move: Move) -> None:
         """A collective: what it takes must lie as it expects."""
         node, tensor = move.node, move.tensor
-        if self.state[tensor] != fitted(move.before, self.of[tensor]):
+        found = self.state.get(tensor, "no tensor of the region")
+        if tensor not in self.of or found != fitted(move.before, self.of[tensor]):
             expected = f"{tensor.name} as {move.before}"
-            raise fault_at(node, expected, str(self.state[tensor]), self._path.get(tensor, ()))
+            raise fault_at(node, expected, str(found), self._path.get(tensor, ()))
         self.moves[node] = move
-        scratch = fx.Graph()
-        copied = scratch.node_copy(node, self._placeholders(scratch, (tensor,)).__getitem__)
-        with located(node):
-            made = propagate(copied).meta["val"]
+        made = self._rerun(node, node.all_input_nodes)
         if move.after.kind == "P":
             self._path[node] = (node.name,)
         self._keep(node, self.of[tensor], fitted(move.after, self.of[tensor]), made)
@@ -152,7 +186,7 @@ class Forward:
     def _step(self, source: fx.Node, nodes: Sequence[fx.Node]) -> Step:
         """The next op of the unsplit graph, under a rule whose inputs lie as they were found."""
         node = nodes[0]
-        given = {self.of[n]: n for n in node.all_input_nodes}
+        given = {self.of.get(n, n): n for n in node.all_input_nodes}
         if set(given) != set(source.all_input_nodes):
             raise fault_at(node, f"the next op of the unsplit region, {call_text(source)}", call_text(node))
         inputs = tuple(given[n] for n in tensor_inputs(source))
@@ -171,7 +205,7 @@ class Forward:
     def _legal(self, source: fx.Node, node: fx.Node, inputs: Sequence[fx.Node]) -> list[tuple[Rule, ...]]:
         """Rules that fit the inputs found, those with the same value together."""
         states = tuple(self.state[n] for n in inputs)
-        known = possible_rules(source, states, self.borders.size, self.differentiable)
+        known = self._known_rules(source, states)
         alike: dict[tuple[State, str], list[Rule]] = {}
         for rule in known:
             if tuple(map(value_of, rule.inputs)) == states:
@@ -181,6 +215,12 @@ class Forward:
             path = [name for n in inputs for name in self._path.get(n, ())]
             raise fault_at(node, _nearest(known, states), found, path)
         return [tuple(rules) for rules in alike.values()]
+
+    def _known_rules(self, source: fx.Node, states: Sequence[State]) -> tuple[Rule, ...]:
+        rules = self.routes.rules(source, states) if self.routes is not None else None
+        if rules is not None:
+            return rules
+        return possible_rules(source, states, self.borders.size, self.differentiable)
 
     def _planned(
         self, source: fx.Node, rule: Rule, given: Mapping[fx.Node, fx.Node], at: fx.Node
@@ -296,6 +336,8 @@ def _nearest(rules: Sequence[Rule], states: Sequence[State]) -> str:
     def distance(rule: Rule) -> int:
         return sum(value_of(a) != b for a, b in zip(rule.inputs, states))
 
+    if not rules:
+        return "an op that keeps rows apart"
     shown = sorted(rules, key=distance)[:MOST_RULES_SHOWN]
     more = f" or {len(rules) - len(shown)} more" if len(rules) > len(shown) else ""
     return f"inputs as in {' or '.join(map(str, shown))}{more}"
