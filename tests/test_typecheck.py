@@ -26,7 +26,8 @@ from autoplan_passes.typecheck import Borders, check_placements, dual
 
 # Odd layouts use the conversions that good ones never need.
 ODD = ["fused split/1", "one kv head/0", "embedding/0", "state space/1"]
-CUT_TOKENS = [f"{name}/tokens {kind}" for name in MODELS for kind in ("alone chosen", "and features 0")]
+CUTS = ("alone chosen", "and features 0", "round a ring chosen", "in zigzag chosen")
+CUT_TOKENS = [f"{name}/tokens {kind}" for name in MODELS for kind in CUTS]
 KEYS = [*(f"{name}/chosen" for name in MODELS), *ODD, *CUT_TOKENS]
 MUTATED = [
     "averaged",
@@ -34,6 +35,7 @@ MUTATED = [
     "fused split/1",
     "one kv head/0",
     "grouped fused/tokens and features chosen",
+    "grouped native/tokens in zigzag chosen",
 ]
 
 

@@ -65,7 +65,10 @@ class Move:
 
 
 def move_of(node: fx.Node) -> Move | None:
-    """The collective that a node is, or None for an op; arguments are ``tensor, dims..., axis, sections``."""
+    """The collective that a node is, or None for an op.
+
+    Its arguments are ``tensor, dims..., axis, sections..., zigzag``.
+    """
     transition = TRANSITIONS.get(node.target) if callable(node.target) else None
     if transition is None:
         return None
@@ -73,11 +76,14 @@ def move_of(node: fx.Node) -> Move | None:
     at = next((i for i, argument in enumerate(rest) if isinstance(argument, str)), None)
     if at is None or not isinstance(tensor, fx.Node):
         return None
-    dims, sections = [int(str(d)) for d in rest[:at]] or [-1], [_sizes(value) for value in rest[at + 1 :]]
+    dims = [int(str(d)) for d in rest[:at]] or [-1]
+    sections = [_sizes(value) for value in rest[at + 1 :] if not isinstance(value, bool)]
     first, last = (sections[0], sections[-1]) if sections else ((), ())
 
+    zigzag = any(value is True for value in rest[at + 1 :])
+
     def state(kind: str, dim: int, own: tuple[int, ...]) -> State:
-        return shard(dim, own) if kind == "S" else State(kind)
+        return shard(dim, own, zigzag) if kind == "S" else State(kind)
 
     before, passes = (state(k, dims[0], first) for k in (transition.before, transition.passes))
     after, arrives = (state(k, dims[-1], last) for k in (transition.after, transition.arrives))

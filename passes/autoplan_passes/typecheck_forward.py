@@ -7,19 +7,19 @@ table, written as ``local_ops`` writes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from torch import fx
 
 from autoplan.plan import AxisLayout
-from autoplan_passes.calls import Call, is_tensor, output_nodes, shape_of, tensor_inputs
+from autoplan_passes.calls import is_tensor, output_nodes, shape_of, tensor_inputs
 from autoplan_passes.candidates import find_differentiable
-from autoplan_passes.dims import OUTPUT, Form, carry, narrow, place
 from autoplan_passes.faults import Fault, TypeFault, call_text, fault_at, located
 from autoplan_passes.local_ops import local_call, propagate
-from autoplan_passes.rules import Facts, Rule, form_of, rules_for
+from autoplan_passes.rules import Rule
 from autoplan_passes.states import (
     REPLICATE,
     State,
@@ -27,12 +27,12 @@ from autoplan_passes.states import (
     is_at_experts,
     local_shape,
     parse_state,
-    shard,
 )
 from autoplan_passes.transitions import Move, move_of
 from autoplan_passes.typecheck_experts import EP, Routes
+from autoplan_passes.typecheck_rules import nearest_rules, possible_rules, value_of
 
-MOST_RULES_SHOWN = 4
+MOST_CALLS = 6  # that one op is written as
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Forward:
         self.moves: dict[fx.Node, Move] = {}
         self.steps: dict[fx.Node, Step] = {}
         self.routes = Routes(whole.graph) if borders.axis == EP else None
+        self._also: dict[fx.Node, list[tuple[State, Step]]] = {}
         self._value: dict[fx.Node, Any] = {}
         self._path: dict[fx.Node, tuple[str, ...]] = {}
 
@@ -165,10 +166,10 @@ class Forward:
     def _move(self, move: Move) -> None:
         """A collective: what it takes must lie as it expects."""
         node, tensor = move.node, move.tensor
-        found = self.state.get(tensor, "no tensor of the region")
-        if tensor not in self.of or found != fitted(move.before, self.of[tensor]):
+        if tensor not in self.of or not self._become(tensor, fitted(move.before, self.of[tensor])):
             expected = f"{tensor.name} as {move.before}"
-            raise fault_at(node, expected, str(found), self._path.get(tensor, ()))
+            found = str(self.state.get(tensor, "no tensor of the region"))
+            raise fault_at(node, expected, found, self._path.get(tensor, ()))
         self.moves[node] = move
         made = self._rerun(node, node.all_input_nodes)
         if move.after.kind == "P":
@@ -184,37 +185,73 @@ class Forward:
         return held
 
     def _step(self, source: fx.Node, nodes: Sequence[fx.Node]) -> Step:
-        """The next op of the unsplit graph, under a rule whose inputs lie as they were found."""
-        node = nodes[0]
-        given = {self.of.get(n, n): n for n in node.all_input_nodes}
-        if set(given) != set(source.all_input_nodes):
-            raise fault_at(node, f"the next op of the unsplit region, {call_text(source)}", call_text(node))
+        """The next op of the unsplit graph, under a rule whose inputs lie as they were found.
+
+        Of several results that the nodes may have, all are kept: a value that is the same along a dim may be
+        cut there in any order.
+        """
+        given = self._given(source, nodes)
         inputs = tuple(given[n] for n in tensor_inputs(source))
         mismatches: list[TypeFault] = []
-        for rules in self._legal(source, node, inputs):
-            planned = self._planned(source, rules[0], given, node)
+        fits: list[tuple[State, Step]] = []
+        for rules in self._legal(source, nodes[0], inputs):
+            planned = self._planned(source, rules[0], given, nodes[0])
             found = planned if isinstance(planned, TypeFault) else planned.differs(nodes)
             if isinstance(planned, TypeFault) or found is not None:
                 mismatches += [found] if found is not None else []
                 continue
             step = Step(tuple(nodes[: len(planned.calls)]), inputs, rules)
-            self._finish(source, step, planned.calls[-1].meta["val"])
-            return step
-        raise mismatches[0]
+            fits.append((value_of(rules[0].output), step))
+            if len(fits) == 1:
+                self._finish(source, step, planned.calls[-1].meta["val"])
+        if not fits:
+            raise mismatches[0]
+        result = fits[0][1].nodes[-1]
+        self._also[result] = [one for one in fits[1:] if self._may_be(source, one[0])]
+        return fits[0][1]
+
+    def _given(self, source: fx.Node, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The node that stands for each input of an op, which may be written as several calls."""
+        wanted = set(source.all_input_nodes)
+        for count in range(1, min(MOST_CALLS, len(nodes)) + 1):
+            own = set(nodes[:count])
+            taken = [n for node in nodes[:count] for n in node.all_input_nodes if n not in own]
+            given = {self.of.get(n, n): n for n in taken}
+            if set(given) == wanted:
+                return given
+        expected = f"the next op of the unsplit region, {call_text(source)}"
+        raise fault_at(nodes[0], expected, call_text(nodes[0]))
+
+    def _may_be(self, source: fx.Node, state: State) -> bool:
+        return divides(shape_of(source), state, self.borders.size)
+
+    def _become(self, node: fx.Node, state: State) -> bool:
+        """Whether a node lies as ``state``, or may be taken to."""
+        if self.state[node] == state:
+            return True
+        step = next((step for other, step in self._also.get(node, ()) if other == state), None)
+        if step is None:
+            return False
+        self.state[node], self.steps[node] = state, step
+        return True
 
     def _legal(self, source: fx.Node, node: fx.Node, inputs: Sequence[fx.Node]) -> list[tuple[Rule, ...]]:
         """Rules that fit the inputs found, those with the same value together."""
+        options = [[self.state[n], *(state for state, _ in self._also.get(n, ()))] for n in inputs]
+        for states in product(*options):
+            known = self._known_rules(source, states)
+            alike: dict[tuple[State, str], list[Rule]] = {}
+            for rule in known:
+                if tuple(map(value_of, rule.inputs)) == states:
+                    alike.setdefault((value_of(rule.output), rule.implementation), []).append(rule)
+            if alike:
+                for tensor, state in zip(inputs, states):
+                    self._become(tensor, state)
+                return [tuple(rules) for rules in alike.values()]
         states = tuple(self.state[n] for n in inputs)
-        known = self._known_rules(source, states)
-        alike: dict[tuple[State, str], list[Rule]] = {}
-        for rule in known:
-            if tuple(map(value_of, rule.inputs)) == states:
-                alike.setdefault((value_of(rule.output), rule.implementation), []).append(rule)
-        if not alike:
-            found = ", ".join(f"{n.name} {s}" for n, s in zip(inputs, states))
-            path = [name for n in inputs for name in self._path.get(n, ())]
-            raise fault_at(node, _nearest(known, states), found, path)
-        return [tuple(rules) for rules in alike.values()]
+        found = ", ".join(f"{n.name} {s}" for n, s in zip(inputs, states))
+        path = [name for n in inputs for name in self._path.get(n, ())]
+        raise fault_at(node, nearest_rules(self._known_rules(source, states), states), found, path)
 
     def _known_rules(self, source: fx.Node, states: Sequence[State]) -> tuple[Rule, ...]:
         rules = self.routes.rules(source, states) if self.routes is not None else None
@@ -254,7 +291,7 @@ class Forward:
             if self.of.get(node) is not source:
                 raise fault_at(output, f"{source.name} as output {position}", node.name)
             wanted = value_of(self.borders.output(position, source))
-            if self.state[node] != wanted:
+            if not self._become(node, wanted):
                 expected = f"{wanted} at the region's border, output {position}"
                 raise fault_at(node, expected, str(self.state[node]), self._path.get(node, ()))
 
@@ -275,69 +312,13 @@ class _Planned:
             wanted: Any = fx.map_arg((call.args, call.kwargs), names.__getitem__)
             if node is None or call.target is not node.target or wanted != (node.args, node.kwargs):
                 found = "the region's end" if node is None else call_text(node)
-                text = call_text(call, *wanted)
-                return fault_at(nodes[0], f"{text} for {self.source.name} under {self.rule}", found)
+                follows = node is not None and not set(node.all_input_nodes).isdisjoint(names.values())
+                expected = f"{call_text(call, *wanted)} for {self.source.name} under {self.rule}"
+                return fault_at(node if node is not None and follows else nodes[0], expected, found)
             names[call] = node
         return None
-
-
-def possible_rules(
-    node: fx.Node, inputs: Sequence[State], size: int, differentiable: frozenset[fx.Node]
-) -> tuple[Rule, ...]:
-    """The rules of a node on ``size`` ranks among the cuts of ``inputs`` and what can follow from them."""
-    if not is_tensor(node):
-        return (Rule((REPLICATE,) * len(inputs), REPLICATE),)
-    cuts = {n: frozenset([s]) for n, s in zip(tensor_inputs(node), inputs) if s.is_shard}
-    shape = shape_of(node)
-    outputs = {s for d in range(len(shape)) if divides(shape, s := shard(d), size)}
-    form = form_of(node)
-    if form is not None:
-        outputs |= set(_carried(form, Call(node), cuts, size))
-    return rules_for(node, size, Facts(differentiable, {**cuts, node: frozenset(outputs)}))
-
-
-def _carried(form: Form, call: Call, cuts: Mapping[fx.Node, frozenset[State]], size: int) -> Iterator[State]:
-    """The output's cuts that follow from those of the inputs, by atoms and by sections."""
-    for i, node in enumerate(call.tensors):
-        for state in cuts.get(node, ()):
-            cut = carry(form, i, state, size)
-            if cut is not None and (output := place(form, OUTPUT, cut)) is not None:
-                yield output
-    parts = form.parts
-    if parts is None:
-        return
-    if parts.whole != OUTPUT:
-        whole = call.tensors[parts.whole]
-        for state in cuts.get(whole, ()):
-            own = narrow(state.sections_of(shape_of(whole)[state.dim]), *parts.pieces[0][1:])
-            if state.dim == parts.dim and own is not None:
-                yield shard(parts.dim, own)
-        return
-    sections: list[int] = []
-    for i, _, extent in parts.pieces:
-        states = cuts.get(call.tensors[i], frozenset())
-        sections += next((s.sections_of(extent) for s in states if s.dim == parts.dim), (extent,))
-    yield shard(parts.dim, sections)
 
 
 def fitted(state: State, source: fx.Node) -> State:
     """The state as a tensor of this shape has it: plain where one section is the whole dim."""
     return state.fitted(shape_of(source)) if state.is_shard else state
-
-
-def value_of(state: State) -> State:
-    """How the value alone lies: R* is R."""
-    return REPLICATE if state.kind == "R*" else state
-
-
-def _nearest(rules: Sequence[Rule], states: Sequence[State]) -> str:
-    """The rules that share most inputs with what was found, for an error."""
-
-    def distance(rule: Rule) -> int:
-        return sum(value_of(a) != b for a, b in zip(rule.inputs, states))
-
-    if not rules:
-        return "an op that keeps rows apart"
-    shown = sorted(rules, key=distance)[:MOST_RULES_SHOWN]
-    more = f" or {len(rules) - len(shown)} more" if len(rules) > len(shown) else ""
-    return f"inputs as in {' or '.join(map(str, shown))}{more}"
