@@ -1,4 +1,4 @@
-"""``autoplan hw list`` and ``autoplan hw show NAME``: hardware profiles in, tables (or JSON) out.
+"""``autoplan hw list``, ``show NAME`` and ``calibrate``: profiles in, tables or JSON out; or one measured.
 
 Numbers that are estimates carry a ``~``; sources are numbered below the table.
 """
@@ -8,9 +8,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from autoplan.errors import BadInputError
 from autoplan.hardware import CollectiveFit, Curve, HardwareProfile, Quantity, load_profile, profile_names
 from autoplan.units import GIB
+
+if TYPE_CHECKING:
+    import torch
 
 Number = Quantity | Curve | CollectiveFit
 
@@ -31,7 +38,7 @@ SHOWN_UNITS = {
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]  (argparse has no public name for it)
-    """Adds ``autoplan hw`` with its two sub-commands."""
+    """Adds ``autoplan hw`` with its sub-commands."""
     parser = subparsers.add_parser("hw", help="the chips autoplan knows, and where each number is from")
     commands = parser.add_subparsers(dest="hw_command", metavar="COMMAND", required=True)
     listing = commands.add_parser("list", help="all profiles, one line each")
@@ -41,7 +48,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "name", nargs="?", help="name, alias or path of a profile; default: the environment's AUTOPLAN_HW"
     )
     showing.set_defaults(run=run_show)
-    for command in (listing, showing):
+    measuring = commands.add_parser(
+        "calibrate", help="measure this machine and write its profile; under torchrun its collectives too"
+    )
+    measuring.add_argument("-o", "--output", type=Path, default=Path("my.yaml"), metavar="FILE.yaml")
+    measuring.add_argument(
+        "--base", metavar="HW", help="profile of what is not measured (cpu, or the chip's own)"
+    )
+    measuring.add_argument("--quick", action="store_true", help="small sizes: a try, not a calibration")
+    measuring.set_defaults(run=run_calibrate)
+    for command in (listing, showing, measuring):
         command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -91,6 +107,57 @@ def run_show(args: argparse.Namespace) -> int:
     print("\n" + "\n".join(_software_lines(profile, sources[profile.software.source])))
     print("\nsources\n" + "\n".join(f"  [{index}] {source}" for source, index in sources.items()))
     return 0
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Measures, writes the profile, prints the errors of the fits; returns the exit code."""
+    from autoplan.calibration.profile import calibrate, calibrated_yaml
+    from autoplan.cli.progress import progress
+    from autoplan.profile_files import find_profile
+
+    device, rank = _join_launched()
+    base = args.base or ("cpu" if device.type == "cpu" else None)
+    start = find_profile(base)
+    load_profile(base)  # a broken one is refused before anything is measured
+    if not args.output.resolve().parent.is_dir():
+        raise BadInputError(f"-o {args.output}: the folder {args.output.parent} does not exist; make it.")
+    with progress(quiet=args.json or rank > 0) as say:
+        found = calibrate(device, say, quick=args.quick, links=_ranks() > 1)
+    if rank:
+        return 0
+    try:
+        args.output.write_text(calibrated_yaml(start, args.output.stem, found), encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(f"cannot write {args.output}: {error.strerror}. Give a file with -o.") from None
+    load_profile(str(args.output.resolve()))
+    if args.json:
+        print(json.dumps({"profile": str(args.output), "residuals": found.residuals}))
+        return 0
+    print(f"wrote {args.output}: use it with --hw {args.output}")
+    print("error of the fits (shapes held out; collectives over all sizes):")
+    print("\n".join(f"  {what}: {error:.1%}" for what, error in found.residuals.items()))
+    return 0
+
+
+def _join_launched() -> tuple[torch.device, int]:
+    """The device of this process, and its rank under torchrun (0 where it runs alone)."""
+    import torch
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0
+    from autoplan.runtime.ranks import local_device
+
+    device = local_device()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    return device, dist.get_rank()
+
+
+def _ranks() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def shown(path: str, number: Number) -> str:
