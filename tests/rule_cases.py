@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoplan_passes import collectives, dispatch, ring
+from autoplan_passes import collectives, dispatch, grouped, ring
 
 aten = torch.ops.aten
 D = torch.float64
@@ -267,6 +267,7 @@ CASES: tuple[Case, ...] = (
     Case(ring.ring_attention, (*heads(), mask(2, 4, 4, 8), False, 0.5, False, "cp")),
     Case(ring.ring_attention, (r(2, 8, 4, 2), r(2, 4, 4, 2), r(2, 4, 4, 2), None, True, 0.5, True, "cp")),
     Case(ring.ring_attention, (r(2, 8, 4, 2), r(2, 1, 4, 2), r(2, 1, 4, 2), None, False, 0.5, True, "cp")),
+    Case(grouped.grouped_product, (r(6, 4), r(3, 4, 8), torch.tensor([2, 2, 6], dtype=torch.int32))),
     # to the experts and back
     Case(dispatch.route, (torch.tensor([2, 2, 6]), r(6, 4), "ep")),
     Case(dispatch.dispatch, (r(4, 6), torch.tensor([[4], [4]]), torch.tensor([2, 0, 3, 1]), "ep")),

@@ -12,6 +12,8 @@ from autoplan.capture import Capture
 from autoplan.plan import Layout, Mesh, ModelIdentity, Part, Plan, RegionPlan, Stage, Workload
 from autoplan.planner.layout import choose_layout
 from autoplan.regions import Region, find_regions, region_graph
+from autoplan_passes.experts import expert_layout
+from autoplan_passes.shard import dry_groups, shard_region
 from autoplan_passes.states import State, parse_state
 
 
@@ -28,26 +30,30 @@ class FlatPrices:
 
 @dataclass
 class HandPlans:
-    """Plans of one capture; layouts are chosen once per (class, tp)."""
+    """Plans of one capture; layouts are chosen once per (class, tp, ep)."""
 
     capture: Capture
     name: str
     global_batch: int = 8
     regions: tuple[Region, ...] = ()
-    layouts: dict[tuple[str, int], Layout] = field(default_factory=dict)
+    layouts: dict[tuple[str, int, int], Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.regions = find_regions(self.capture)
 
-    def layout(self, region: Region, tp: int, pinned: Mapping[str, State]) -> Layout:
-        key = (region.class_id, tp)
+    def layout(self, region: Region, tp: int, ep: int, pinned: Mapping[str, State]) -> Layout:
+        key = (region.class_id, tp, ep)
         if key not in self.layouts:
             graph = region_graph(self.capture, region, self.capture.batch)
+            experts = expert_layout(graph, ep)
+            graph = shard_region(graph, Layout("").replace_axis("ep", experts))
             names = {n.meta["source"]: n.name for n in graph.graph.nodes if n.meta.get("kind") == "parameter"}
             held = {names[source]: state for source, state in pinned.items() if source in names}
-            self.layouts[key] = choose_layout(
-                graph, tp, FlatPrices(), pinned_parameters=held, region_class=region.class_id
-            )
+            with dry_groups(Layout("").replace_axis("ep", experts)):
+                chosen = choose_layout(
+                    graph, tp, FlatPrices(), pinned_parameters=held, region_class=region.class_id
+                )
+            self.layouts[key] = chosen.replace_axis("ep", experts)
         return self.layouts[key]
 
     def plan(
@@ -56,6 +62,7 @@ class HandPlans:
         pp: int = 1,
         dp: int = 1,
         tp: int = 1,
+        ep: int = 1,
         micro_batch: int = 2,
         recompute: Sequence[str] = ("none",),
         zero: int = 0,
@@ -67,7 +74,7 @@ class HandPlans:
         layouts: dict[str, Layout] = {}
         pinned: dict[str, State] = {}
         for region in reversed(self.regions):  # the head first: a tied table follows it
-            layout = self.layout(region, tp, pinned)
+            layout = self.layout(region, tp, ep, pinned)
             layouts[region.class_id] = layout
             graph = region_graph(self.capture, region, self.capture.batch)
             for node in graph.graph.nodes:
@@ -82,7 +89,7 @@ class HandPlans:
         cuts = [len(entries) * i // (pp * vpp) for i in range(pp * vpp + 1)]
         stages = tuple(Stage(tuple(entries[a:b])) for a, b in pairwise(cuts))
         microbatches = self.global_batch // dp // micro_batch
-        part = Part("model", Mesh(pp, dp, tp), micro_batch, microbatches, schedule, zero, stages, vpp)
+        part = Part("model", Mesh(pp, dp, tp, ep=ep), micro_batch, microbatches, schedule, zero, stages, vpp)
         part = replace(part, zero_shard=zero_shard)
         return Plan(
             model=ModelIdentity(self.name, self.capture.source, self.capture.fingerprint, 0, 0),

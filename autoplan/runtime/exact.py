@@ -20,8 +20,11 @@ from torch.utils import _pytree as pytree
 from autoplan.capture.program import Capture
 from autoplan.capture.values import run_on_fakes
 from autoplan.errors import BadInputError
+from autoplan_passes.grouped import grouped_product
 from autoplan_passes.stages import is_random
 
+# Rows, weights, ends of the groups; it has no fp64.
+GROUPED_MM = torch._grouped_mm  # pyright: ignore[reportPrivateUsage] - it has no other name
 DROPOUT_MODULES = (
     nn.Dropout,
     nn.Dropout1d,
@@ -84,6 +87,8 @@ def in_double(capture: Capture) -> Capture:
             elif node.op == "call_function":
                 args, kwargs = pytree.tree_map(_lifted, (node.args, dict(node.kwargs)))
                 node.args, node.kwargs = args, kwargs
+                if node.target is torch.ops.aten._grouped_mm.default:
+                    node.target, node.args, node.kwargs = grouped_product, (*args, *kwargs.values()), {}
                 node.meta["val"] = run_on_fakes(node)
     constants = {name: _lifted(value) for name, value in capture.constants.items()}
     return replace(capture, constants=constants)
@@ -148,6 +153,10 @@ class _Double(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
+        if func is GROUPED_MM:
+            return grouped_product(
+                *(value for value in (*args, *(kwargs or {}).values()) if value is not None)
+            )
         lifted_args, options = pytree.tree_map(_lift_dtype, (args, dict(kwargs or {})))
         return func(*lifted_args, **options)
 

@@ -18,7 +18,7 @@ from autoplan.runtime.prepare import Home
 from autoplan.runtime.ranks import Ranks
 from autoplan.runtime.replication import Replicas
 from autoplan.runtime.weights import local_of
-from autoplan_passes.states import State, cut_tensor, join_tensors, parse_state
+from autoplan_passes.placements import Placement, parse_placement
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Owned:
     replicas: Replicas
 
     @property
-    def state(self) -> State:
-        return parse_state(self.home.placement)
+    def placement(self) -> Placement:
+        return parse_placement(self.home.placement)
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ def _sum_alike(tied: TiedParameter, ranks: Ranks) -> None:
 
 
 def _sum_whole(tied: TiedParameter, ranks: Ranks) -> None:
-    total = sum(whole_tensor(_gradient(owned.parameter), owned.state, ranks) for owned in tied.owned)
+    total = sum(whole_tensor(_gradient(owned.parameter), owned.placement, ranks) for owned in tied.owned)
     assert isinstance(total, torch.Tensor)
     if tied.group is not None:
         dist.all_reduce(total, group=tied.group)
     for owned in tied.owned:
-        store_whole(_gradient(owned.parameter), total, owned.state, ranks)
+        store_whole(_gradient(owned.parameter), total, owned.placement, ranks)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -93,13 +93,13 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def store_whole(place: torch.Tensor, whole: torch.Tensor, state: State, ranks: Ranks) -> None:
+def store_whole(place: torch.Tensor, whole: torch.Tensor, placement: Placement, ranks: Ranks) -> None:
     """Write this rank's piece of a whole tensor into a parameter or gradient."""
-    store_local(place, cut_tensor(whole, state, ranks.tp, ranks.shape.tp).contiguous())
+    store_local(place, placement.cut(whole, ranks.places).contiguous())
 
 
 def store_local(place: torch.Tensor, piece: torch.Tensor) -> None:
-    """Write a tp piece into ``place``, of which this replica may hold a shard alone."""
+    """Write this rank's piece into ``place``, of which this replica may hold a shard alone."""
     if isinstance(place, DTensor):
         (dim,) = (p.dim for p in place.placements if isinstance(p, Shard))
         shards, own = place.device_mesh.size(-1), place.device_mesh.get_local_rank(-1)
@@ -110,14 +110,17 @@ def store_local(place: torch.Tensor, piece: torch.Tensor) -> None:
         place.copy_(piece)
 
 
-def whole_tensor(value: torch.Tensor, state: State, ranks: Ranks) -> torch.Tensor:
-    """This rank's piece to the whole tensor: gathered over replicas (ZeRO shards) and tp. Collective."""
-    local = value.full_tensor() if isinstance(value, DTensor) else value
-    if not state.is_shard or ranks.shape.tp == 1:
-        return local.clone()
-    pieces = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks.shape.tp)]
-    dist.all_gather(pieces, local.contiguous(), group=ranks.group("tp"))
-    return join_tensors(pieces, state)
+def whole_tensor(value: torch.Tensor, placement: Placement, ranks: Ranks) -> torch.Tensor:
+    """This rank's piece to the whole tensor: gathered over replicas (ZeRO shards), tp and ep. Collective."""
+
+    def gather(piece: torch.Tensor, axis: str) -> list[torch.Tensor]:
+        size = ranks.places[axis][1]
+        pieces = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(pieces, piece.contiguous(), group=ranks.group(axis))
+        return pieces
+
+    local = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    return placement.join(local, gather)
 
 
 def global_norm(owned: Iterable[Owned], first_homes: frozenset[Home], ranks: Ranks) -> torch.Tensor:
@@ -129,7 +132,7 @@ def global_norm(owned: Iterable[Owned], first_homes: frozenset[Home], ranks: Ran
             continue
         sharded = isinstance(gradient, DTensor)
         first = item.replicas.is_first_of_shard if sharded else item.replicas.is_first
-        if first and (item.state.is_shard or ranks.tp == 0):
+        if first and (item.placement.on("tp").is_shard or ranks.tp == 0):
             squares.append(_square_sum(local_of(gradient)))
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)
     total = total.to(torch.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,15 +14,14 @@ from torch import nn
 
 from autoplan.errors import BadInputError
 from autoplan_codegen.stage import StageSource
-from autoplan_passes.states import cut_tensor, parse_state
+from autoplan_passes.placements import parse_placement
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage lives: its rank of the tp axis and its device."""
+    """Where a stage lives: (number, size) on every axis that cuts parameters, and its device."""
 
-    tp: int
-    tp_rank: int
+    on_axes: Mapping[str, tuple[int, int]]
     device: torch.device
 
 
@@ -49,19 +48,21 @@ def build_stage(
     place: Place,
     dtype: torch.dtype | None = None,
     sharded_dtype: torch.dtype | None = None,
+    shared: Container[str] = (),
 ) -> nn.Module:
     """The stage with the user's weights, each cut to this rank's piece and moved to its device.
 
     ``dtype`` is what floating-point parameters and buffers become, ``sharded_dtype`` trained parameters
-    that can be sharded, which single numbers cannot (None: as in the model).
+    that can be sharded: those at the paths of ``shared`` that are no single numbers (None: as in the model).
     """
     vars(module)["DEVICE"] = place.device
     with torch.device("meta"):
         stage: nn.Module = module.Stage()
     for row in source.parameters:
         whole = _value(tensors, row.name)
-        kept = sharded_dtype if whole.requires_grad and whole.dim() else dtype
-        piece = cut_tensor(_as(whole.detach(), kept), parse_state(row.placement), place.tp_rank, place.tp)
+        sharded = whole.requires_grad and whole.dim() and row.path in shared
+        kept = sharded_dtype if sharded else dtype
+        piece = parse_placement(row.placement).cut(_as(whole.detach(), kept), place.on_axes)
         copied = piece.to(device=place.device, copy=True).contiguous()
         set_tensor(stage, row.path, nn.Parameter(copied, requires_grad=whole.requires_grad))
     for path, home in source.tied_paths.items():

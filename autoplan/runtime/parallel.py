@@ -46,7 +46,7 @@ from autoplan.runtime.rounding import WeightRefresh
 from autoplan.runtime.sharded import ShardedStage
 from autoplan.runtime.weighting import piece_weights
 from autoplan.runtime.weights import Trained, train_shard, train_whole
-from autoplan_passes.states import cut_tensor, parse_state
+from autoplan_passes.placements import parse_placement
 
 SEED_REMEDY = "Put torch.manual_seed(0) before the line that builds the model."
 BATCH_REMEDY = (
@@ -88,8 +88,11 @@ class ParallelModel:
             code = import_stage(source, number, stages_dir)
             if hasattr(code, "bind"):
                 vars(code)["bind"]({axis: ranks.group(axis) for axis in ranks.region_axes})
-            place = Place(ranks.shape.tp, ranks.tp, ranks.device)
-            stage = build_stage(code, source, tensors, program.constants, place, self._low, stored)
+            place = Place(ranks.places, ranks.device)
+            shared = {
+                r.path for r in source.parameters if replicas_of(r.placement, self._replicas).shards > 1
+            }
+            stage = build_stage(code, source, tensors, program.constants, place, self._low, stored, shared)
             here.append(RankStage(number, stage, code))
             if self._zero < 2:
                 share_parameters(stage, source, held)
@@ -193,7 +196,7 @@ class ParallelModel:
         for owned in self._owned:
             with torch.no_grad():
                 store_whole(
-                    owned.parameter, state[owned.home.name].to(self.ranks.device), owned.state, self.ranks
+                    owned.parameter, state[owned.home.name].to(self.ranks.device), owned.placement, self.ranks
                 )
 
     def _gather(self, *, gradients: bool) -> dict[str, torch.Tensor]:
@@ -207,7 +210,7 @@ class ParallelModel:
                 owned = next(item for item in self._owned if item.home == home)
                 own = owned.parameter.grad if gradients else owned.parameter.detach()
                 own = torch.zeros_like(owned.parameter) if own is None else own
-                value = whole_tensor(own, owned.state, self.ranks)
+                value = whole_tensor(own, owned.placement, self.ranks)
             if self.ranks.shape.pp > 1:
                 value = value.contiguous()
                 source = self.ranks.rank_at(pp=home.stage % self.ranks.shape.pp)
@@ -220,23 +223,23 @@ class ParallelModel:
         return torch.float32 if self._low and facts.differentiable else facts.dtype
 
     def _shard(self, number: int) -> ShardedStage:
-        """Put a stage under FSDP2 (a single number is not shared out)."""
+        """Put a stage under FSDP2 (a single number is not shared out, nor what has no copies)."""
         part, source, stage = self.program.part, self.program.sources[number], self.stages[number]
         homes = [home for home in self.program.homes if home.stage == number]
         at_home = {home: tensor_at(stage, home.path) for home in homes}
-        shared = {p: replicas_of(home, self._replicas) for home, p in at_home.items() if p.dim()}
+        shared = {p: replicas_of(home.placement, self._replicas) for home, p in at_home.items() if p.dim()}
+        shared = {p: replicas for p, replicas in shared.items() if replicas.shards > 1}
         return ShardedStage(stage, source, shared, self._zero, part.microbatches, self._low)
 
     def _own(
         self, home: Home, tensors: dict[str, torch.Tensor], trained: dict[nn.Parameter, Trained]
     ) -> Owned:
         parameter: nn.Parameter = tensor_at(self.stages[home.stage], home.path)
-        replicas = replicas_of(home, self._replicas)
+        replicas = replicas_of(home.placement, self._replicas)
         if isinstance(parameter.data, DTensor) or not parameter.requires_grad:
             return Owned(home, parameter, replicas)
         if parameter not in trained:
-            exact = tensors[home.name].detach()
-            exact = cut_tensor(exact, parse_state(home.placement), self.ranks.tp, self.ranks.shape.tp)
+            exact = parse_placement(home.placement).cut(tensors[home.name].detach(), self.ranks.places)
             exact = exact.to(torch.float32) if self._low else exact
             trained[parameter] = (train_shard if self._zero else train_whole)(parameter, exact, replicas)
         return Owned(home, trained[parameter].updated, replicas)

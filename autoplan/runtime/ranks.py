@@ -41,6 +41,11 @@ class Ranks:
         return self.dp * self.shape.cp + self.cp
 
     @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """This process's number, and how many there are, on every axis that cuts parameters."""
+        return {"ep": (self.dp % self.shape.ep, self.shape.ep), "tp": (self.tp, self.shape.tp)}
+
+    @property
     def region_axes(self) -> list[str]:
         """The axes that collectives inside a region may name."""
         return ["cp", "tp", *(["ep"] if self.shape.ep > 1 else [])]

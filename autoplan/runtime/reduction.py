@@ -49,8 +49,7 @@ class GradientReduction:
             expected = [self._expected[item.computing] for item in bucket.members]
             bucket.missing = sum(count > 0 for count in expected) if self._expected else len(expected)
         for item in self._trained:
-            if item.dim < 0 and not item.is_itself:  # gradients of earlier steps: equal on all replicas
-                item.total, item.updated.grad = item.updated.grad, None
+            item.set_aside()
 
     def finish(self) -> None:
         """After the last micro-batch: reduce what is left, and wait for all of it."""
@@ -59,6 +58,8 @@ class GradientReduction:
         self._start(everything=True)
         while self._finished < self._started:
             self._finish_next()
+        for item in self._trained:
+            item.restore()
 
     def _arrive(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -165,6 +166,8 @@ class Bucket:
     def _give_alone(self, item: Trained) -> None:
         gradient = item.gradient
         assert gradient is not None
+        if self._replicas.divisor > 1:
+            gradient /= self._replicas.divisor
         item.give(gradient)
 
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoplan.errors import BadPlanError
-from autoplan.runtime.prepare import Home
 from autoplan.runtime.ranks import Ranks, members, own_group
+from autoplan_passes.placements import parse_placement
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Replicas:
     def shard(self) -> int:
         """Which shard this rank holds."""
         return self.rank % self.shards
+
+    @property
+    def holds_sums(self) -> bool:
+        """Whether the gradients here are sums over the tokens of more ranks than hold copies (experts)."""
+        return self.divisor != self.size
 
     @property
     def is_first(self) -> bool:
@@ -69,10 +74,10 @@ def join_replicas(ranks: Ranks, zero_shard: int = 0) -> dict[str, Replicas]:
     }
 
 
-def replicas_of(home: Home, replicas: Mapping[str, Replicas]) -> Replicas:
-    """The replicas of one parameter."""
-    del home  # every parameter is a dense one
-    return replicas["replicas"]
+def replicas_of(placement: str, replicas: Mapping[str, Replicas]) -> Replicas:
+    """The replicas of a parameter that is so placed: those of its experts, or of all that is no expert's."""
+    by_expert = parse_placement(placement).by_expert
+    return replicas["expert_replicas" if by_expert else "replicas"]
 
 
 def shard_dim(shape: torch.Size, shards: int) -> int:

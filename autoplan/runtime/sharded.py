@@ -96,8 +96,9 @@ class ShardedStage:
             for group in unit._get_fsdp_state()._fsdp_param_groups:  # pyright: ignore[reportPrivateUsage] - no public name sets one group's
                 info = group.mesh_info
                 one = by_group[info.shard_process_group] if isinstance(info, FSDPMeshInfo) else None
-                if one is not None and one.divisor != one.size:
+                if one is not None and one.holds_sums:
                     group.gradient_divide_factor = float(one.divisor)
+                    group.force_sum_reduction_for_comms = True  # gloo cannot scale as it sums
 
     def _sync_groups(self, required: bool) -> None:
         for unit in self._units:

@@ -20,7 +20,8 @@ class Trained:
     """A parameter of the stage (``computing``) and the one the optimizer has for it (``updated``).
 
     ``dim`` is the dim along which ``updated`` is a shard, -1 where it is whole. ``total`` sums this
-    step's gradients of ``computing`` where those of ``updated`` are others.
+    step's gradients of ``computing`` where those of ``updated`` are others; ``kept`` are gradients of
+    earlier steps that would not come out of a mean over the replicas as they were.
     """
 
     computing: nn.Parameter
@@ -28,6 +29,7 @@ class Trained:
     replicas: Replicas
     dim: int = -1
     total: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     @property
     def is_itself(self) -> bool:
@@ -48,6 +50,22 @@ class Trained:
         else:
             self.total += gradient
         self.computing.grad = None
+
+    def set_aside(self) -> None:
+        """Before a step: gradients of earlier ones are equal on all replicas, and a mean over them keeps
+        them; but a sum over more ranks' tokens is divided by more."""
+        if self.is_itself:
+            if self.replicas.holds_sums:
+                self.kept, self.computing.grad = self.computing.grad, None
+        elif self.dim < 0 and not self.replicas.holds_sums:
+            self.total, self.updated.grad = self.updated.grad, None
+
+    def restore(self) -> None:
+        """After a step: what was kept is added to the mean."""
+        if self.kept is not None:
+            gradient = self.computing.grad
+            self.computing.grad = self.kept if gradient is None else self.kept + gradient
+            self.kept = None
 
     def give(self, gradient: torch.Tensor) -> None:
         """Add a whole reduced gradient, or the local shard of one, to that of ``updated``."""

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
-from autoplan_passes import collectives, deferred, dispatch, ring
+from autoplan_passes import collectives, deferred, dispatch, grouped, ring
 
 # A module uses those before it.
-PRELUDE_MODULES: tuple[ModuleType, ...] = (collectives, ring, dispatch, deferred)
+PRELUDE_MODULES: tuple[ModuleType, ...] = (collectives, ring, dispatch, grouped, deferred)
 # What whoever runs a stage calls, by the modules whose functions need it.
 COMPANIONS = {("bind",): (collectives, ring, dispatch), ("take_deferred", "run_deferred"): (deferred,)}
 

@@ -174,6 +174,8 @@ PRODUCTS: dict[str, Formula] = {
     "addbmm": _addmm,
     "addmv": _addmm,
     "_grouped_mm": _grouped_mm,
+    "grouped_mm_fallback": _grouped_mm,
+    "grouped_product": _grouped_mm,
     "einsum": _einsum,
     "conv1d": _forward_convolution,
     "conv2d": _forward_convolution,

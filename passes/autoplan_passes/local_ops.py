@@ -15,6 +15,7 @@ from torch import fx
 from autoplan.errors import BadPlanError
 from autoplan_passes import collectives
 from autoplan_passes.calls import Call, first_tensor, op_name, shape_of, tensor_inputs
+from autoplan_passes.grouped import grouped_product
 from autoplan_passes.implementations import AVERAGE, IMPLEMENTATIONS, scaled
 from autoplan_passes.rows import Local
 from autoplan_passes.rules import Rule, row_of
@@ -23,6 +24,8 @@ from autoplan_passes.table_contractions import RING
 
 # Views whose second argument is their sizes.
 SIZED_VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape", "aten.expand"})
+# The same product by a library's own operator: the code that runs needs torch alone.
+OTHER_GROUPED_PRODUCTS = frozenset({"transformers.grouped_mm_fallback"})
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
@@ -94,6 +97,8 @@ def _with_local_sizes(
         local.target, local.args = torch.ops.aten.squeeze.dims, (local.args[0], ones)
     if is_at_experts(rule.output):
         free_rows(local, node)
+    if op_name(node) in OTHER_GROUPED_PRODUCTS:
+        local.target, local.args, local.kwargs = grouped_product, (*local.args, *local.kwargs.values()), {}
     if local.target in VIEWS:
         local.target = torch.ops.aten.reshape.default
     return local

@@ -27,5 +27,8 @@ SAVED_OPS: tuple[str, ...] = (
 )
 """Dispatched ops whose outputs are saved (``linear`` and ``matmul`` arrive as ``mm``, ``addmm``, ``bmm``)."""
 
-SAVED_OWN_OPS = {"ring_attention": "autoplan.ring_forward.default"}
+SAVED_OWN_OPS = {
+    "ring_attention": "autoplan.ring_forward.default",
+    "grouped_product": "autoplan.grouped_product.default",
+}
 """Ops that the functions of ``autoplan_passes`` define where they are used, saved too."""

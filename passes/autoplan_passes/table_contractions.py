@@ -199,6 +199,7 @@ ROWS: Mapping[str, Row] = {
     "aten.einsum": Row(_einsum_form),
     "aten._grouped_mm": GROUPED,
     "transformers.grouped_mm_fallback": GROUPED,
+    "grouped_product": GROUPED,
     "aten.scaled_dot_product_attention": Row(_attention_form, special=_attention_on_sequences),
     "ring_attention": Row(_ring_form),
     **{
