@@ -15,6 +15,7 @@ from autoplan.plan import (
     Plan,
     Prediction,
     RegionPlan,
+    RunnerUp,
     Stage,
     StagePrediction,
     Workload,
@@ -52,7 +53,26 @@ def llama_plan(*, layers: int = 32, stages: int = 2, tp: int = 8, dp: int = 4) -
             "devices = 64: the smallest count that fits (--devices N)",
             "optimizer = adamw, fp32 states (--optimizer NAME)",
         ),
+        runners_up=tuple(_runner_up(k, mesh.devices) for k in (1, 2)),
         wall_s={"import": 2.5, "capture": 1.0, "cost": 0.5, "search": 0.25, "total": 4.25},
+    )
+
+
+def _runner_up(k: int, devices: int) -> RunnerUp:
+    """A slower plan on another mesh."""
+    return RunnerUp(
+        mesh=Mesh(pp=1, dp=devices // 2**k, tp=2**k),
+        micro_batch=k,
+        microbatches=8,
+        schedule="1f1b",
+        zero=3,
+        vpp=1,
+        zero_shard=0,
+        recompute={"full": 30, "none": 4},
+        step_time_s=1 / 3 + 4.0 + k,
+        mfu=0.4 - 0.05 * k,
+        memory_peak_bytes=40.0 * GIB,
+        breakdown_s={"compute": 3.1 + k, "tensor parallel": 0.8, "bubble": 0.3, "other": 1 / 3 - 0.2},
     )
 
 
@@ -89,6 +109,12 @@ def _stage_prediction(number: int, stages: int) -> StagePrediction:
         memory_limit_bytes=86.2 * GIB,
         memory_peak_bytes=sum(item.bytes for item in items),
         memory_items=items,
+        forward_parts_s={"compute": 0.0185 + 0.001 * number, "tp": 0.0016},
+        backward_parts_s={"compute": 0.0285, "recompute": 0.0101, "tp": 0.0016},
+        hop_s=0.0004 if number < stages - 1 else 0.0,
+        saved_bytes=9.5 * GIB,
+        backward_bytes=9.5 * GIB,
+        link_bytes={"tp": 64 * 32 * HIDDEN_BYTES, "dp": 3.0 * GIB, "pp": 64 * HIDDEN_BYTES},
     )
 
 

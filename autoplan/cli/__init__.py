@@ -18,6 +18,7 @@ from autoplan.errors import AutoplanError, BadInputError
 COMMANDS = (
     "search",
     "show",
+    "diff",
     "verify",
     "check",
     "apply",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,14 @@ from autoplan.errors import BadInputError
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
     parser = subparsers.add_parser("show", help="print a plan, or draw it", description=__doc__)
     parser.add_argument("plan", type=Path, metavar="plan.yaml")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the whole report as one page")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the timeline for Perfetto (.json, or .pftrace)"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan as SVG")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan as PNG")
     parser.add_argument("--dot", type=Path, metavar="FILE", help="write the drawing's Graphviz source")
+    parser.add_argument("--mermaid", type=Path, metavar="FILE", help="write the drawing as Mermaid text")
     parser.add_argument(
         "--stages", type=Path, metavar="DIR", help="write the code of each stage (stage_0.py, ...)"
     )
@@ -46,21 +53,37 @@ def run(args: argparse.Namespace) -> int:
 
 def _draw(plan: Any, args: argparse.Namespace) -> list[str]:
     """Write each picture asked for; the paths written."""
-    from autoplan.report.draw import FORMATS, write_picture
+    from autoplan.report.draw import FORMATS
+    from autoplan.report.graph import plan_dot
+    from autoplan.report.html import write_html
+    from autoplan.report.mermaid import plan_mermaid
+    from autoplan.report.trace import write_trace
+
+    writers: dict[str, Callable[[Path], None]] = {
+        "html": lambda path: write_html(plan, path),
+        "trace": lambda path: write_trace(plan, path),
+        "dot": lambda path: _write_text(path, plan_dot(plan)),
+        "mermaid": lambda path: _write_text(path, plan_mermaid(plan)),
+        **{form: partial(_write_drawing, plan, form) for form in FORMATS},
+    }
+    asked = {kind: path for kind in writers if (path := getattr(args, kind)) is not None}
+    for kind, path in asked.items():
+        writers[kind](path)
+    return [str(path) for path in asked.values()]
+
+
+def _write_drawing(plan: Any, form: str, path: Path) -> None:
+    from autoplan.report.draw import write_picture
     from autoplan.report.graph import plan_dot
 
-    asked = {form: path for form in FORMATS if (path := getattr(args, form)) is not None}
-    if not asked and args.dot is None:
-        return []
-    dot_text = plan_dot(plan)
-    if args.dot is not None:
-        try:
-            args.dot.write_text(dot_text, encoding="utf-8")
-        except OSError as error:
-            raise BadInputError(f"cannot write {args.dot}: {error.strerror}.") from None
-    for form, path in asked.items():
-        write_picture(dot_text, path, form)
-    return [str(path) for path in (args.dot, *asked.values()) if path is not None]
+    write_picture(plan_dot(plan), path, form)
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}.") from None
 
 
 def _write_stages(plan: Any, directory: Path | None) -> list[str]:

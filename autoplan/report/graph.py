@@ -7,7 +7,6 @@ crosses them; stages stand side by side and are read downwards.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +15,7 @@ from autoplan.plan import Layout, Part, Plan, Stage, StagePrediction
 from autoplan.plan_table import estimate_mark, forecast, heading, part_line
 from autoplan.region_runs import RegionRun, fold_regions
 from autoplan.report.palette import RECOMPUTE_FILL, StageColours, stage_colours
+from autoplan.report.words import boundary, layout_lines, ranks_text
 from autoplan.units import bytes_text, seconds_text, share_text
 
 _FONT = 'fontname="Arial"'
@@ -92,22 +92,21 @@ class _Box:
         for node, after, run in zip(self.nodes, self.nodes[1:], self.runs):
             layout = self.layouts.get(run.layout)
             label = "\\l".join(
-                f"  {word}" for word in _crossing(layout.output_bytes if layout else 0.0, self.part)
+                f"  {word}" for word in _crossing(layout.output_bytes if layout else 0.0, self.part, layout)
             )
             yield f'    {node} -> {after} [label="{label}\\l", weight=10]'
         last = self.number == len(self.part.stages) - 1
-        words = _crossing(told.sends_bytes if told else 0.0, self.part)
+        leaving = self.layouts.get(self.runs[-1].layout)
+        words = _crossing(told.sends_bytes if told else 0.0, self.part, leaving)
         text = "loss" if last else "\\n".join([f"to stage {self.number + 1}", *words])
         yield f'    {self.leaves} [label="{text}", {_PLAIN}]'
         yield f"    {self.nodes[-1]} -> {self.leaves} [weight=10]"
         yield "  }"
 
 
-def _crossing(amount_bytes: float, part: Part) -> list[str]:
+def _crossing(amount_bytes: float, part: Part, layout: Layout | None) -> list[str]:
     """What crosses: the bytes of one micro-batch on one device and how the tensor lies on each axis."""
-    mesh = part.mesh
-    placements = ["tp R"] * (mesh.tp > 1) + ["dp S(0)"] * (mesh.dp > 1)
-    return [bytes_text(amount_bytes)] * (amount_bytes > 0) + placements
+    return [bytes_text(amount_bytes)] * (amount_bytes > 0) + boundary(part, layout)
 
 
 # ---- labels -----------------------------------------------------------------------------------------
@@ -143,8 +142,7 @@ def _legend(plan: Plan) -> Iterator[str]:
 
 def _stage_label(box: _Box, colours: StageColours) -> str:
     s, mark, told = box.number, box.mark, box.stage.prediction
-    ranks = box.part.mesh.dp * box.part.mesh.tp
-    span = f"rank {s * ranks}" if ranks == 1 else f"ranks {s * ranks}-{(s + 1) * ranks - 1}"
+    span = ranks_text(box.part, s)
     rows = [f'<FONT POINT-SIZE="13" COLOR="{colours.line}"><B>stage {s}</B></FONT> {_small(span, _GREY)}']
     if told is not None:
         times = (
@@ -176,34 +174,10 @@ def _memory(told: StagePrediction, colours: StageColours) -> str:
 def _region_label(run: RegionRun, layout: Layout | None) -> str:
     count = f" x{len(run.names)}" if len(run.names) > 1 else ""
     name = f'<FONT POINT-SIZE="12" COLOR="{_BLACK}"><B>{escape(run.label)}</B>{count}</FONT>'
-    rows = [name, *(_small(escape(line), "#444444") for line in _layout_lines(run.layout, layout))]
+    rows = [name, *(_small(escape(line), "#444444") for line in layout_lines(run.layout, layout))]
     if run.recompute in RECOMPUTE_FILL:
         chip = f'<TD BGCOLOR="{RECOMPUTE_FILL[run.recompute]}">{_small(f"recompute {run.recompute}")}</TD>'
         rows.append(
             f'<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="3"><TR>{chip}</TR></TABLE>'
         )
     return _table(rows)
-
-
-def _layout_lines(name: str, layout: Layout | None) -> Iterator[str]:
-    """What a region's node says under its name: placements, collectives, kernels."""
-    if layout is None:
-        yield f"layout {name}"
-        return
-    for axis, placed in layout.axes.items():
-        states = Counter(placed.parameters.values())
-        cut = ", ".join(f"{count} x {state}" for state, count in sorted(states.items(), reverse=True))
-        if cut:
-            yield f"parameters on {axis}: {cut}"
-    directions = (
-        ("forward", layout.collectives_forward, layout.collective_bytes_forward),
-        ("backward", layout.collectives_backward, layout.collective_bytes_backward),
-    )
-    for direction, counts, amount_bytes in directions:
-        kinds = ", ".join(
-            f"{count} {kind.replace('_', '-')}" for kind, count in sorted(counts.items()) if count
-        )
-        if kinds:
-            yield f"{direction}: {kinds}, {bytes_text(amount_bytes)}"
-    if layout.kernels:
-        yield f"kernels: {', '.join(layout.kernels)}"

@@ -29,6 +29,7 @@ _FILE_WIDTH = 110
 _LEAST_WIDTH = 40  # below it every word would be broken
 _NOUGHT = 1e-6  # a share that rounding alone can make
 _BAR = 12
+_RUNNERS_UP = 3
 
 
 def print_plan(plan: Plan, file: IO[str] | None = None, width: int | None = None) -> None:
@@ -52,7 +53,7 @@ def report(plan: Plan, width: int, *, unicode: bool = True) -> RenderableType:
     blocks: list[RenderableType] = [_head(plan, look)]
     for part in plan.parts:
         blocks += [_part_head(part, plan), _stages(part, look)]
-    blocks += [*_peak(plan, look), *_breakdown(plan, look), *_notes(plan)]
+    blocks += [*_peak(plan, look), *_breakdown(plan, look), *_runners_up(plan, look), *_notes(plan)]
     return Group(*blocks)
 
 
@@ -182,6 +183,24 @@ def _breakdown(plan: Plan, look: _Look) -> Iterator[RenderableType]:
     yield Text("where the step's time goes", style="bold")
     breakdown_s = {name.replace("_", " "): value for name, value in plan.prediction.breakdown_s.items()}
     yield _shares(breakdown_s, look, look.time)
+
+
+def _runners_up(plan: Plan, look: _Look) -> Iterator[RenderableType]:
+    """The plans that lost, in one line each where there is room."""
+    if plan.prediction is None or not plan.runners_up:
+        return
+    yield Text("runners-up", style="bold")
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    for _ in range(2):
+        table.add_column(justify="right", no_wrap=True)
+    for one in plan.runners_up[:_RUNNERS_UP]:
+        how = f"micro-batch {one.micro_batch} x {one.microbatches}, {one.schedule}, ZeRO {one.zero}"
+        slower = one.step_time_s / plan.prediction.step_time_s - 1
+        row = (str(one.mesh), how, look.time(one.step_time_s), f"{slower:+.1%}")
+        table.add_row(*row)
+    yield Padding(table, (0, 0, 1, 2), expand=False)
 
 
 def _shares(items: Mapping[str, float], look: _Look, text: Callable[[float], str]) -> RenderableType:
