@@ -26,12 +26,16 @@ from autoplan_cost_models.operations import operations
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """One parameter as a region uses it, after tp: ``source`` is its qualified name."""
+    """One parameter as a region uses it, after ep and tp: ``source`` is its qualified name.
+
+    ``by_expert``: the rank has its own experts' alone, whose copies are on fewer ranks than those of others.
+    """
 
     source: str
     numel: int
     bytes: int
     trainable: bool
+    by_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,9 +181,9 @@ def _parameters(graph: fx.Graph) -> tuple[ParameterUse, ...]:
             source = str(node.meta.get("source", node.name))
             (tensor,) = outputs_of(node)
             trainable = placeholder_needs_gradient(node)
-            uses[source] = ParameterUse(
-                source, tensor.numel(), tensor.numel() * tensor.element_size(), trainable
-            )
+            by_expert = str(node.meta.get("states", {}).get("ep", "R")) != "R"
+            size = tensor.numel() * tensor.element_size()
+            uses[source] = ParameterUse(source, tensor.numel(), size, trainable, by_expert)
     return tuple(uses.values())
 
 

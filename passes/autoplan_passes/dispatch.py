@@ -21,15 +21,15 @@ class DryExperts(DryGroup):
 
     def __init__(self, rank: int, size: int, imbalance: float = 1.0) -> None:
         super().__init__(rank, size)
-        self._imbalance = imbalance
+        self.imbalance = imbalance
 
     def arriving(self, rows: int) -> int:
         """Rows that arrive where every rank sends ``rows``."""
-        return -int(-rows * self._imbalance // 1)
+        return -int(-rows * self.imbalance // 1)
 
     def leaving(self, rows: int) -> int:
         """Inverse of :meth:`arriving`."""
-        return int((rows + 1e-9) // self._imbalance)
+        return int((rows + 1e-9) // self.imbalance)
 
 
 def route(ends: Tensor, rows: Tensor, axis: str) -> tuple[Tensor, Tensor, Tensor]:

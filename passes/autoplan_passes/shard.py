@@ -158,8 +158,20 @@ def shard_axis(
 def dry_group(axis: str, size: int, rank: int = 0) -> Generator[None]:
     """Bind the axis, beside those bound already, to a group that sends nothing, for running local graphs on
     fake tensors."""
-    group = DryExperts(rank, size) if axis == "ep" else collectives.DryGroup(rank, size)
+    bound, group = collectives.GROUPS.get(axis), collectives.DryGroup(rank, size)
+    if axis == "ep":
+        group = DryExperts(rank, size, bound.imbalance if isinstance(bound, DryExperts) else 1.0)
     before = collectives.bind({**collectives.GROUPS, axis: group})
+    try:
+        yield
+    finally:
+        collectives.bind(before)
+
+
+@contextmanager
+def uneven_experts(imbalance: float) -> Generator[None]:
+    """Dry groups bound inside show the rank whose experts get ``imbalance`` times the mean of the rows."""
+    before = collectives.bind({**collectives.GROUPS, "ep": DryExperts(0, 1, imbalance)})
     try:
         yield
     finally:
