@@ -94,11 +94,11 @@ class RegionPlan:
 class AxisLayout:
     """Placements of one region class on one mesh axis of ``size`` ranks.
 
-    ``parameters`` maps the local name of each parameter (as in the region graph) to ``R`` or
-    ``S(d)``; ``rules`` maps each node of the region graph to ``in,in->out`` in the states of
-    ``autoplan_passes.states`` (nodes not named run replicated). ``inputs`` maps the region's input
-    placeholders, ``outputs`` the positions of its outputs (``"0"``, ``"1"``), to the states in which they
-    cross the region's boundary; those not named are ``R``.
+    ``parameters`` maps the local name of each parameter (as in the region graph) to ``R``, ``S(d)``, or
+    ``R*``: whole, its gradient summed over the axis once a step. ``rules`` maps each node of the region
+    graph to ``in,in->out`` in the states of ``autoplan_passes.states`` (nodes not named run replicated).
+    ``inputs`` maps the region's input placeholders, ``outputs`` the positions of its outputs (``"0"``,
+    ``"1"``), to the states in which they cross the region's boundary; those not named are ``R``.
     """
 
     size: int

@@ -10,7 +10,10 @@ from torch import fx
 
 from autoplan.capture import Capture
 from autoplan.plan import Layout, Mesh, ModelIdentity, Part, Plan, RegionPlan, Stage, Workload
-from autoplan.planner.layout import choose_layout
+from autoplan.planner.boundaries import mark_dims, token_boundaries
+from autoplan.planner.layout import WHOLE, Boundary, LayoutSettings, choose_layout
+from autoplan.planner.layout_pricing import SEQUENCE_SETTINGS
+from autoplan.planner.space import Inside
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan_passes.experts import expert_layout
 from autoplan_passes.shard import dry_groups, shard_region
@@ -36,22 +39,42 @@ class HandPlans:
     name: str
     global_batch: int = 8
     regions: tuple[Region, ...] = ()
-    layouts: dict[tuple[str, int, int], Layout] = field(default_factory=dict)
+    layouts: dict[tuple[str, Inside], Layout] = field(default_factory=dict)
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.regions = find_regions(self.capture)
+        self.batch = max(2, self.capture.batch) if self.capture.batch_form.known else self.capture.batch
 
-    def layout(self, region: Region, tp: int, ep: int, pinned: Mapping[str, State]) -> Layout:
-        key = (region.class_id, tp, ep)
+    def graph(self, class_id: str) -> fx.GraphModule:
+        """The class's graph at two samples, where the batch can be told from the tokens."""
+        if class_id not in self.graphs:
+            region = next(r for r in self.regions if r.class_id == class_id)
+            self.graphs[class_id] = region_graph(self.capture, region, self.batch)
+        return self.graphs[class_id]
+
+    def boundary(self, region: Region, tp: int) -> Boundary:
+        kinds = mark_dims(self.capture, self.regions, self.graph, self.batch)
+        return token_boundaries(kinds, self.regions, self.graph, self.batch, tp)[region.class_id]
+
+    def layout(self, region: Region, inside: Inside, pinned: Mapping[str, State]) -> Layout:
+        key = (region.class_id, inside)
         if key not in self.layouts:
-            graph = region_graph(self.capture, region, self.capture.batch)
-            experts = expert_layout(graph, ep)
-            graph = shard_region(graph, Layout("").replace_axis("ep", experts))
+            border = self.boundary(region, inside.tp) if inside.sp else WHOLE
+            experts = expert_layout(self.graph(region.class_id), inside.ep)
+            before = Layout("").replace_axis("ep", experts)
+            graph = shard_region(self.graph(region.class_id), before)
             names = {n.meta["source"]: n.name for n in graph.graph.nodes if n.meta.get("kind") == "parameter"}
             held = {names[source]: state for source, state in pinned.items() if source in names}
-            with dry_groups(Layout("").replace_axis("ep", experts)):
+            with dry_groups(before):
                 chosen = choose_layout(
-                    graph, tp, FlatPrices(), pinned_parameters=held, region_class=region.class_id
+                    graph,
+                    inside.tp,
+                    FlatPrices(),
+                    pinned_parameters=held,
+                    region_class=region.class_id,
+                    settings=SEQUENCE_SETTINGS if inside.sp else LayoutSettings(),
+                    boundary=border,
                 )
             self.layouts[key] = chosen.replace_axis("ep", experts)
         return self.layouts[key]
@@ -63,6 +86,7 @@ class HandPlans:
         dp: int = 1,
         tp: int = 1,
         ep: int = 1,
+        sp: bool = False,
         micro_batch: int = 2,
         recompute: Sequence[str] = ("none",),
         zero: int = 0,
@@ -74,7 +98,7 @@ class HandPlans:
         layouts: dict[str, Layout] = {}
         pinned: dict[str, State] = {}
         for region in reversed(self.regions):  # the head first: a tied table follows it
-            layout = self.layout(region, tp, ep, pinned)
+            layout = self.layout(region, Inside(tp=tp, ep=ep, sp=sp), pinned)
             layouts[region.class_id] = layout
             graph = region_graph(self.capture, region, self.capture.batch)
             for node in graph.graph.nodes:

@@ -24,6 +24,11 @@ SOURCES = {
     "bert": (MODELS / "tiny_bert.py", {}),
     "vit": (MODELS / "tiny_vit.py", {}),
 }
+SEQUENCES = {
+    **{name: SOURCES[name] for name in ("gpt", "llama", "llama_hf", "bert")},
+    "t5": (MODELS / "tiny_t5.py", {}),
+    "vlm": (EXAMPLES / "vlm.py", {}),
+}
 FORCED = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}]
 
 _made: dict[str, tuple[HandPlans, Checker]] = {}
@@ -32,7 +37,7 @@ _made: dict[str, tuple[HandPlans, Checker]] = {}
 def check(model: str, degrees: Mapping[str, Any]) -> CheckResult:
     """Make the plan by hand and check it; model, trace and reference are made once a model."""
     if model not in _made:
-        path, sizes = SOURCES[model]
+        path, sizes = {**SOURCES, **SEQUENCES}[model]
         plans = HandPlans(capture_model(path, dtype="fp64", sizes=sizes), model)
         _made[model] = (plans, Checker(load_model_source(path), plans.plan(), timeout_s=60))
     plans, checker = _made[model]
@@ -106,6 +111,33 @@ FURTHER = {
 def test_further_plans_of_gpt(name: str) -> None:
     """Schedules, ZeRO and recompute in the combinations the search may choose."""
     assert_parity(check("gpt", FURTHER[name]))
+
+
+@pytest.mark.parametrize("model", SEQUENCES)
+@pytest.mark.parametrize(
+    "degrees", [{"tp": 2}, {"tp": 2, "pp": 2, "micro_batch": 1, "recompute": ("full", "none")}], ids=str
+)
+def test_sequence_parallelism(model: str, degrees: dict[str, Any]) -> None:
+    """Activations cut along tokens between regions and stages: two lengths (T5), images before text, tables
+    tied over stages, one sample, where tokens merged with samples are tokens alone."""
+    assert_parity(check(model, {**degrees, "sp": True}))
+    layouts = _made[model][0].plan(**degrees, sp=True).layouts.values()
+    assert any(state == "S(1)" for layout in layouts for state in layout.tp.inputs.values())
+    assert any(state == "R*" for layout in layouts for state in layout.tp.parameters.values())
+
+
+FURTHER_SEQUENCES = {
+    "replicas": {"dp": 2, "tp": 2},
+    "ZeRO-3 of pieces": {"dp": 2, "tp": 2, "zero": 3},
+    "all axes, selective": {"pp": 2, "dp": 2, "tp": 2, "recompute": ("selective",)},
+    "tp4": {"tp": 4, "micro_batch": 1},
+}
+
+
+@pytest.mark.parametrize("name", FURTHER_SEQUENCES)
+def test_sequence_parallelism_with_other_axes(name: str) -> None:
+    """Gradients of norms are partial on tp: summed once a step, before or after they are sharded over dp."""
+    assert_parity(check("gpt", {**FURTHER_SEQUENCES[name], "sp": True}))
 
 
 @pytest.mark.parametrize("model", SOURCES)

@@ -144,9 +144,17 @@ def test_training_equals_one_process(setting: Setting, optimizer: str) -> None:
             assert torch.allclose(trained.state[name], value, rtol=1e-7, atol=1e-9), (degrees, name)
 
 
-@pytest.mark.parametrize("degrees", [{}, *({"dp": 2, "zero": zero} for zero in range(4))], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {},
+        *({"dp": 2, "zero": zero} for zero in range(4)),
+        *({"dp": 2, "tp": 2, "sp": True, "zero": zero} for zero in (0, 1, 3)),
+    ],
+    ids=str,
+)
 def test_gradients_add_up_over_steps(setting: Setting, degrees: dict[str, int]) -> None:
-    """A second step without zero_grad once counted the first one's tied gradient twice."""
+    """A second step without zero_grad counted the first one's tied gradient twice, and partial ones."""
     plan = setting.plans.plan(pp=2, **degrees)
     program = trace_and_prepare(
         setting.model, plan, example_inputs=setting.batches[0], passes=(without_dropout,)

@@ -7,7 +7,7 @@ them cannot have it cut, it stays replicated for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -105,7 +105,7 @@ def _is_convolved(node: fx.Node) -> bool:
 
 
 def token_boundaries(
-    capture: Capture,
+    kinds: Mapping[str, Kinds],
     regions: Sequence[Region],
     graph_of: GraphOf,
     batch: int,
@@ -115,10 +115,10 @@ def token_boundaries(
 ) -> dict[str, Boundary]:
     """For every region class: what gradients flow through crosses its boundary cut along its tokens.
 
-    ``graph_of`` gives the whole graph of a class at micro-batch ``batch``. ``ways`` is the size of the axis;
-    ``before`` how many ranks share the tokens already (earlier axes).
+    ``kinds`` come from :func:`mark_dims`; ``graph_of`` gives the whole graph of a class at micro-batch
+    ``batch``. ``ways`` is the size of the axis; ``before`` how many ranks share the tokens already (earlier
+    axes).
     """
-    kinds = mark_dims(capture, regions, graph_of, batch)
     slots = _Slots()
     crossing = {class_id: _crossing(graph_of(class_id)) for class_id in _classes(regions)}
     for region in regions:

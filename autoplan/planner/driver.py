@@ -238,9 +238,18 @@ class Finder:
         degrees = self.costs.tp_degrees(most)
         if pins.tp and pins.tp not in degrees:
             raise BadInputError(_tp_message(pins.tp, self.costs, degrees, most))
+        sharing = [tp for tp in degrees if tp > 1 and pins.sp != 0 and self.costs.cuts_tokens(tp)]
         pins, sizes = runnable(self.capture, pins, batch)
         try:
-            return candidates(devices, batch, degrees, len(self.costs.regions), pins, micro_batches=sizes)
+            return candidates(
+                devices,
+                batch,
+                degrees,
+                len(self.costs.regions),
+                pins,
+                micro_batches=sizes,
+                sp_degrees=sharing,
+            )
         except BadInputError as error:
             if not self.capture.coupled_at:
                 raise

@@ -182,7 +182,10 @@ class Builder:
         self.program.add_row([(variable, 1.0) for variable in variables], 1.0, 1.0)
 
     def _source_rules(self, node: fx.Node) -> tuple[Rule, ...]:
-        """Inputs come as the boundary says; a parameter is stored whole or cut, or as pinned."""
+        """Inputs come as the boundary says; a parameter is stored whole or cut, or as pinned.
+
+        Stored R*, its gradient is summed over the ranks once a step instead of once a micro-batch.
+        """
         if node in self.pinned:
             state = self.pinned[node]
             if state.is_shard and state not in self.facts.cuts.get(node, frozenset()):
@@ -193,7 +196,10 @@ class Builder:
             return (Rule((), state),)
         if node.meta.get("kind") != "parameter":
             return (Rule((), self.boundary.inputs.get(node.name, REPLICATE)),)
-        return tuple(Rule((), state) for state in (REPLICATE, *self.facts.stored_cuts(node)))
+        whole = [REPLICATE]
+        if node in self.facts.differentiable:
+            whole.append(REPLICATE_PARTIAL_GRADIENT)
+        return tuple(Rule((), state) for state in (*whole, *self.facts.stored_cuts(node)))
 
     def _output_states(self) -> dict[fx.Node, set[State]]:
         """The states in which the boundary wants each output."""

@@ -15,12 +15,12 @@ from torch import fx
 from autoplan_cost_models.collectives import overlap_adds_s
 from autoplan_passes import table_contractions
 from autoplan_passes.calls import Call, first_tensor, op_name, tensor_inputs
-from autoplan_passes.candidates import FEATURES, Cutting
+from autoplan_passes.candidates import FEATURES, FEATURES_AND_TOKENS, Cutting
 from autoplan_passes.conversions import Conversion
 from autoplan_passes.implementations import implementation_sends
 from autoplan_passes.rules import Rule, form_of
 from autoplan_passes.shard import tensor_bytes
-from autoplan_passes.states import State
+from autoplan_passes.states import REPLICATE_PARTIAL_GRADIENT, State
 
 # Weight, gradient, master weight and two moments: what a trained parameter keeps resident.
 STATE_BYTES_PER_ELEMENT = 16
@@ -51,14 +51,19 @@ class LayoutSettings:
 
     ``memory_s_per_byte`` are the prices of residence, tried in turn until a layout cuts ``cut_share`` of the
     parameter bytes that can be cut; a layout at a raised price may send, forward, ``sent_limit`` times the
-    smallest activations of its contractions.
+    smallest activations of its contractions. What is sent once a step counts one of ``microbatches`` times.
     """
 
     elementwise: float = ELEMENTWISE_WEIGHT
     memory_s_per_byte: tuple[float, ...] = MEMORY_S_PER_BYTE
     cut_share: float = 0.95
     sent_limit: float = 4.0
+    microbatches: int = 8
     cutting: Cutting = FEATURES
+
+
+# With tokens cut, elementwise work is shared by cutting them; unpriced, norms would run on gathered tensors.
+SEQUENCE_SETTINGS = LayoutSettings(elementwise=1.0, cutting=FEATURES_AND_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,9 @@ class Pricing:
 
     def rule_s(self, node: fx.Node, rule: Rule) -> float:
         """Computing a node by a rule, with the collectives inside its implementation."""
-        if node.op == "placeholder" or op_name(node) == "getitem":
+        if node.op == "placeholder":
+            return self._summed_s(node, rule.output)
+        if op_name(node) == "getitem":
             return 0.0
         weight = 1.0 if op_name(node) in table_contractions.ROWS else self.settings.elementwise
         seconds = weight * self.prices.operation_s(node, self.share(node, rule)) if weight else 0.0
@@ -80,6 +87,12 @@ class Pricing:
             traffic = self._sent_s(forward, sent) + self._sent_s(backward, sent_back)
             seconds += overlap_adds_s(seconds, traffic) if forward == "ring" else traffic
         return seconds
+
+    def _summed_s(self, node: fx.Node, state: State) -> float:
+        """A micro-batch's part of the sum, once a step, of the gradient of a parameter stored R*."""
+        if state != REPLICATE_PARTIAL_GRADIENT:
+            return 0.0
+        return self._sent_s("all_reduce", tensor_bytes(node)) / self.settings.microbatches + TIE_BREAK_S
 
     def share(self, node: fx.Node, rule: Rule) -> float:
         """Part of a node's work that each rank does: of its FLOPs where they bind, else of bytes moved."""

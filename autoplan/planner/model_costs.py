@@ -19,10 +19,10 @@ from autoplan.errors import BadInputError
 from autoplan.plan import Layout
 from autoplan.planner.boundaries import mark_dims, token_boundaries
 from autoplan.planner.layout import WHOLE, Boundary, LayoutSettings, attention_heads, choose_layout
+from autoplan.planner.layout_pricing import SEQUENCE_SETTINGS
 from autoplan.planner.space import ALONE, Inside
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
-from autoplan_passes.candidates import FEATURES, FEATURES_AND_TOKENS
 from autoplan_passes.shard import dry_groups, shard_region
 from autoplan_passes.states import State, parse_state
 
@@ -58,7 +58,7 @@ class ModelCosts:
         self._boundaries: dict[int, dict[str, Boundary]] = {}
         # A layout is chosen for two samples, where dims that merge samples with tokens show it.
         self._batch = max(2, capture.batch) if capture.batch_form.known else capture.batch
-        mark_dims(capture, self.regions, self._base_graph, self._batch)
+        self._kinds = mark_dims(capture, self.regions, self._base_graph, self._batch)
 
     def repriced(self, cost_model: CostModel) -> ModelCosts:
         """The same layouts and measured work at other prices."""
@@ -79,10 +79,18 @@ class ModelCosts:
         """What crosses the class's boundary on tp: cut along its tokens under sequence parallelism."""
         if not inside.sp:
             return WHOLE
-        if inside.tp not in self._boundaries:
-            found = token_boundaries(self.capture, self.regions, self._base_graph, self._batch, inside.tp)
-            self._boundaries[inside.tp] = found
-        return self._boundaries[inside.tp][class_id]
+        return self._boundaries_at(inside.tp)[class_id]
+
+    def _boundaries_at(self, tp: int) -> dict[str, Boundary]:
+        if tp not in self._boundaries:
+            self._boundaries[tp] = token_boundaries(
+                self._kinds, self.regions, self._base_graph, self._batch, tp
+            )
+        return self._boundaries[tp]
+
+    def cuts_tokens(self, tp: int) -> bool:
+        """Whether some tensor between regions has tokens that ``tp`` ranks can share."""
+        return any(boundary.inputs for boundary in self._boundaries_at(tp).values())
 
     def heads(self) -> list[tuple[str, int, int]]:
         """(class name, query heads, key-value heads) of every attention op of the model."""
@@ -157,7 +165,7 @@ class ModelCosts:
             inside.tp,
             prices,
             pinned_parameters=pinned,
-            settings=LayoutSettings(cutting=FEATURES_AND_TOKENS if inside.sp else FEATURES),
+            settings=SEQUENCE_SETTINGS if inside.sp else LayoutSettings(),
             boundary=self._boundary(class_id, inside),
         )
         layout = replace(layout, region_class=self.names[class_id])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from autoplan.errors import BadInputError
@@ -20,9 +20,10 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ZERO_STAGES = (0, 3)
 SCHEDULES = ("1f1b",)
 MOST = 2**20  # devices of a cluster, samples of a batch: more is a slip of the keyboard
-LATER_AXES = ("cp", "ep", "vpp", "sp")
+LATER_AXES = ("cp", "ep", "vpp")
 SPACE = (
-    "dp x tp x pp over all devices (tp inside a node), micro-batch 1-32, ZeRO 0 and 3, "
+    "dp x tp x pp over all devices (tp inside a node, with and without sequence parallelism), "
+    "micro-batch 1-32, ZeRO 0 and 3, "
     "recompute none/selective/full per region, uneven stages, 1F1B"
 )
 
@@ -34,6 +35,7 @@ class Pins:
     tp: int | None = None
     pp: int | None = None
     dp: int | None = None
+    sp: int | None = None
     micro_batch: int | None = None
     zero: int | None = None
     recompute: str | None = None
@@ -133,6 +135,8 @@ def _plain_value(text: str, key: str, value: str) -> int | str:
         return _choice(text, value, RECOMPUTE)
     if key == "schedule":
         return _choice(text, value, SCHEDULES)
+    if key == "sp":
+        return int(_choice(text, value, ("0", "1")))
     if not value.isdigit() or (int(value) == 0 and key != "zero"):
         raise BadInputError(f"--pin {text!r}: expected a positive whole number, got {value!r}.")
     if key == "zero" and int(value) not in ZERO_STAGES:
@@ -184,21 +188,48 @@ def candidates(
     pins: Pins,
     *,
     micro_batches: Sequence[int] = MICRO_BATCHES,
+    sp_degrees: Collection[int] = (),
 ) -> list[Candidate]:
-    """Every legal combination; raises BadInputError naming the pin or batch that leaves none."""
+    """Every legal combination; raises BadInputError naming the pin or batch that leaves none.
+
+    ``sp_degrees`` are the tp degrees that can share the tokens of activations.
+    """
+    if pins.sp:
+        tp_degrees = _sharing(tp_degrees, sp_degrees, pins)
     meshes = list(_meshes(devices, tp_degrees, max_stages, pins))
     if not meshes:
         raise BadInputError(_no_mesh_message(devices, tp_degrees, max_stages, pins))
     found = [
-        Candidate(mesh, size, global_batch // (mesh.dp * size), zero)
+        Candidate(mesh, size, global_batch // (mesh.dp * size), zero, sp=sp)
         for mesh in meshes
         for size in _micro_batches(global_batch, mesh.dp, pins, micro_batches)
         for zero in ((pins.zero,) if pins.zero is not None else ZERO_STAGES)
         if not (zero and mesh.dp == 1 and pins.zero is None)
+        for sp in _sharings(mesh.tp in sp_degrees, pins)
     ]
     if not found:
         raise BadInputError(_no_batch_message(global_batch, meshes, pins.micro_batch or min(micro_batches)))
     return found
+
+
+def _sharing(tp_degrees: Sequence[int], sp_degrees: Collection[int], pins: Pins) -> list[int]:
+    """The tp degrees of a space with sequence parallelism pinned; BadInputError where there is none."""
+    found = [tp for tp in tp_degrees if tp in sp_degrees]
+    if not found or (pins.tp and pins.tp not in found):
+        degrees = ", ".join(map(str, found)) or "none here"
+        raise BadInputError(
+            "--pin sp=1: sequence parallelism shares the tokens between blocks among the tp ranks, and "
+            f"{f'tp={pins.tp}' if pins.tp else 'no tp degree'} cannot; valid degrees: {degrees}. "
+            "Leave the pin out, or pin one of them."
+        )
+    return found
+
+
+def _sharings(possible: bool, pins: Pins) -> tuple[bool, ...]:
+    """With and without sequence parallelism, or as pinned."""
+    if pins.sp is not None:
+        return (bool(pins.sp),)
+    return (False, True) if possible else (False,)
 
 
 def _meshes(devices: int, tp_degrees: Sequence[int], max_stages: int, pins: Pins) -> Iterator[Mesh]:

@@ -36,6 +36,7 @@ from autoplan.runtime.load import (
     share_parameters,
     tensor_at,
 )
+from autoplan.runtime.partial import PartialGradients
 from autoplan.runtime.pipeline import Pipeline, RankStage
 from autoplan.runtime.prepare import Home, RunProgram, single_part, trace_and_prepare
 from autoplan.runtime.randomness import StepRandomness
@@ -103,6 +104,7 @@ class ParallelModel:
         self._owned = tuple(self._own(home, tensors, trained) for home in homes)
         self._refresh = WeightRefresh(list(trained.values()), list(self.stages.values()))
         self._reduction = GradientReduction(list(trained.values()))
+        self._partial = PartialGradients(self._owned, ranks)
         self._tied = tuple(self._tie(name) for name in program.tied)
         first = {home.name: home for home in reversed(program.homes)}
         self._first_homes = frozenset(first.values())
@@ -123,12 +125,14 @@ class ParallelModel:
             self._fed = True
         set_aside(self._tied)
         parts = [self._refresh, self._reduction, *self._fully_sharded]
+        self._partial.begin()
         for part in parts:
             part.begin()
         with self._randomness.use():
             loss = self._pipeline.run(*self._share(pieces, weights))
         for part in parts:
             part.finish()
+        self._partial.finish()
         if self.ranks.shape.replicas > 1:
             dist.all_reduce(loss, group=self.ranks.group("replicas"))
             loss /= self.ranks.shape.replicas

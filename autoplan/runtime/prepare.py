@@ -24,6 +24,7 @@ from autoplan.runtime.issued import StageCollectives, stage_collectives
 from autoplan.runtime.weighting import TargetCount, find_target_count
 from autoplan.schedules import splits_backward
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
+from autoplan_passes.calls import output_nodes, shape_of
 from autoplan_passes.shard import AxisStep, shard_region
 from autoplan_passes.split_backward import defer_weight_gradients
 from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
@@ -214,13 +215,18 @@ def prepare(
     sources = tuple(emit_stage(program, graphs, facts) for program in programs)
     differentiable = differentiable_values(capture)
     crossing = {name for program in programs for name in program.receives}
+    shapes = local_shapes(programs, graphs)
     return RunProgram(
         plan=plan,
         part=part,
         stages=programs,
         sources=sources,
         inputs=user_inputs(capture),
-        values={n.name: _facts(n, differentiable) for n in capture.graph.nodes if n.name in crossing},
+        values={
+            n.name: replace(_facts(n, differentiable), shape=shapes[n.name])
+            for n in capture.graph.nodes
+            if n.name in crossing
+        },
         homes=tuple(
             Home(row.name, program.index, row.path, row.placement)
             for program, source in zip(programs, sources)
@@ -236,6 +242,17 @@ def prepare(
         collectives=stage_collectives(programs, graphs, part.mesh),
         target_count=find_target_count(capture),
     )
+
+
+def local_shapes(
+    programs: Sequence[StageProgram], graphs: Mapping[GraphKey, fx.GraphModule]
+) -> dict[str, tuple[int, ...]]:
+    """What one rank has of every value that a region makes, as the region's local graph leaves it."""
+    found: dict[str, tuple[int, ...]] = {}
+    for call in (call for program in programs for call in program.calls):
+        made = output_nodes(graphs[call.graph_key].graph)
+        found |= {name: shape_of(node) for name, node in zip(call.region.outputs, made)}
+    return found
 
 
 def local_graphs(

@@ -29,6 +29,7 @@ class ParameterUse:
     """One parameter as a region uses it, after ep and tp: ``source`` is its qualified name.
 
     ``by_expert``: the rank has its own experts' alone, whose copies are on fewer ranks than those of others.
+    ``summed_over`` are the axes whose ranks hold parts of its gradient, summed once a step.
     """
 
     source: str
@@ -36,6 +37,7 @@ class ParameterUse:
     bytes: int
     trainable: bool
     by_expert: bool = False
+    summed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,11 @@ def _parameters(graph: fx.Graph) -> tuple[ParameterUse, ...]:
             source = str(node.meta.get("source", node.name))
             (tensor,) = outputs_of(node)
             trainable = placeholder_needs_gradient(node)
-            by_expert = str(node.meta.get("states", {}).get("ep", "R")) != "R"
+            states: Mapping[str, str] = node.meta.get("states", {})
+            by_expert = states.get("ep", "R").startswith("S")
+            summed = tuple(axis for axis, state in states.items() if state == "R*")
             size = tensor.numel() * tensor.element_size()
-            uses[source] = ParameterUse(source, tensor.numel(), size, trainable, by_expert)
+            uses[source] = ParameterUse(source, tensor.numel(), size, trainable, by_expert, summed)
     return tuple(uses.values())
 
 

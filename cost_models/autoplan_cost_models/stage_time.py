@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from autoplan.plan import Mesh
 from autoplan_cost_models.collectives import Span, overlap_adds_s
 from autoplan_cost_models.region_cost import CostModel, RegionCost
+from autoplan_cost_models.region_work import ParameterUse
 from autoplan_cost_models.stage_memory import PlacedRegion
 from autoplan_cost_models.training_state import StateBytes, gradient_bytes
 
@@ -144,6 +145,17 @@ def stage_seconds(
     return replace(
         seconds, gradient_sync=_gradient_sync_s(whole, states.weights, seconds, cost_model, mesh, zero)
     )
+
+
+def partial_sync_s(
+    held: Sequence[ParameterUse], cost_model: CostModel, mesh: Mesh, zero: int, dtype: str
+) -> float:
+    """Gradients that each tp rank has of its own tokens: one all-reduce a step of what a rank holds."""
+    numel = sum(use.numel for use in held if use.trainable and "tp" in use.summed_over)
+    if not numel or mesh.tp == 1:
+        return 0.0
+    moved = gradient_bytes(numel / (mesh.replicas if zero >= 2 else 1), dtype, zero)
+    return cost_model.collective_s("all_reduce", moved, Span(mesh.tp, 1))
 
 
 def _gradient_sync_s(

@@ -26,7 +26,7 @@ from autoplan_cost_models.stage_memory import (
     stage_parameters,
     stage_states,
 )
-from autoplan_cost_models.stage_time import StageSeconds, dp_span, stage_seconds, sum_seconds
+from autoplan_cost_models.stage_time import StageSeconds, dp_span, partial_sync_s, stage_seconds, sum_seconds
 from autoplan_cost_models.training_state import gradient_bytes
 
 RegionCosts = Mapping[str, RegionCost] | Callable[[RegionPlan], RegionCost]
@@ -106,10 +106,13 @@ def _price_stages(
     priced: list[PricedStage] = []
     for index, load in enumerate(loads):
         states = stage_states(load.regions, setting)
-        trainable = sum(use.numel for use in stage_parameters(load.regions) if use.trainable)
+        held = stage_parameters(load.regions)
+        trainable = sum(use.numel for use in held if use.trainable)
         seconds = stage_seconds(
             load.regions, states, trainable, cost_model, part.mesh, part.zero, workload.dtype
         )
+        summed_s = partial_sync_s(held, cost_model, part.mesh, part.zero, workload.dtype)
+        seconds = replace(seconds, gradient_sync=seconds.gradient_sync + summed_s)
         flying = in_flight(part.schedule, index, len(loads), part.microbatches, part.vpp)
         priced.append(PricedStage(load, seconds, flying, *memory[index % part.mesh.pp]))
     return tuple(priced)

@@ -1,7 +1,8 @@
 """How one parameter lies on all axes inside a region: a text such as ``S(0)@ep S(1)`` comes in and goes out.
 
 A state without ``@axis`` is that of ``tp``; axes on which the parameter is whole are left out; ``R`` is whole
-on all of them. Pieces are cut in the order of ``ORDER``, each from the piece before.
+on all of them, ``R*`` whole with a gradient that is summed once a step. Pieces are cut in the order of
+``ORDER``, each from the piece before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ORDER = ("ep", "tp")
 
 @dataclass(frozen=True)
 class Placement:
-    """``states``: (axis, S) for each axis that cuts the parameter, in the order of ``ORDER``."""
+    """``states``: (axis, S or R*) for each axis on which the parameter is not R, in ``ORDER``."""
 
     states: tuple[tuple[str, State], ...] = ()
 
@@ -48,7 +49,8 @@ class Placement:
     ) -> torch.Tensor:
         """The whole parameter; ``gather(piece, axis)`` gives the pieces of all ranks of an axis."""
         for axis, state in reversed(self.states):
-            piece = join_tensors(gather(piece, axis), state)
+            if state.is_shard:
+                piece = join_tensors(gather(piece, axis), state)
         return piece
 
 
@@ -61,5 +63,5 @@ def parse_placement(text: str) -> Placement:
 def place_on(states: Mapping[str, State]) -> Placement:
     """A placement from the state on every axis."""
     return Placement(
-        tuple((axis, states[axis]) for axis in ORDER if axis in states and states[axis].is_shard)
+        tuple((axis, states[axis]) for axis in ORDER if states.get(axis, REPLICATE) != REPLICATE)
     )

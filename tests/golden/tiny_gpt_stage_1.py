@@ -205,10 +205,10 @@ class Block(nn.Module):
         clone = aten.clone.default(transpose_3, memory_format=torch.contiguous_format); del transpose_3  # [2, 8, 2, 4] float32
         unsafe_view = clone.reshape(2, 8, 8); del clone  # [2, 8, 8] float32
         out = F.linear(unsafe_view, self.out_weight); del unsafe_view  # [2, 8, 16] float32
-        native_dropout = aten.native_dropout.default(out, 0.1, True); del out  # ([2, 8, 16] float32, [2, 8, 16] bool)
+        reduce_from_out = reduce_from(out, "tp"); del out  # [2, 8, 16] float32
+        native_dropout = aten.native_dropout.default(reduce_from_out, 0.1, True); del reduce_from_out  # ([2, 8, 16] float32, [2, 8, 16] bool)
         getitem = native_dropout[0]; del native_dropout  # [2, 8, 16] float32
-        reduce_from_out = reduce_from(getitem, "tp"); del getitem  # [2, 8, 16] float32
-        add = x_0 + reduce_from_out; del x_0, reduce_from_out  # [2, 8, 16] float32
+        add = x_0 + getitem; del x_0, getitem  # [2, 8, 16] float32
         norm_2 = torch.layer_norm(add, [16], self.norm_2_weight, self.norm_2_bias, 1e-05, False)  # [2, 8, 16] float32
         copy_to_1 = copy_to(norm_2, "tp"); del norm_2  # [2, 8, 16] float32
         up = F.linear(copy_to_1, self.up_weight, self.up_bias); del copy_to_1  # [2, 8, 16] float32
