@@ -7,14 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.cli.progress import output_to_stderr
+from autoplan.cli.progress import output_to_stderr, progress
 from autoplan.errors import BadInputError, ParityError
 
 if TYPE_CHECKING:
     from autoplan.plan import Plan
     from autoplan.runtime.check import CheckResult
+    from autoplan.runtime.matrix import LeftOut
 
-HEADINGS = ("layout", "recompute", "ranks", "loss", "worst gradient", "norm", "bits", "result")
+HEADINGS = ("layout", "recompute", "ranks", "loss", "worst gradient", "norm", "parameters", "bits", "result")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
@@ -26,7 +27,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--dtype", choices=("fp64", "fp32"), default="fp64", help="compare in (fp64)")
     parser.add_argument("--shrink", action="store_true", help="fewer blocks, every axis above 1 becomes 2")
     parser.add_argument(
-        "--matrix", action="store_true", help="check dp2, tp2, pp2, tp2xpp2, dp2xtp2, recompute none and full"
+        "--matrix",
+        action="store_true",
+        help="check every legal layout of 2, 4 and 8 ranks, with and without recompute",
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="GLOB", help="rows of --matrix ('tp2*'); repeatable"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N", help="compare the parameters after N steps of SGD too"
     )
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="most ranks to start (8)")
     parser.add_argument("--hw", help="profile whose plans --matrix checks (the plan's own)")
@@ -40,18 +49,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """0 if every check passed, 1 with the worst gradient's name if one did not, 2 for bad input."""
+    from autoplan.runtime.check import CheckResult
+
     if not 1 <= args.devices <= 8:
         raise BadInputError(f"--devices {args.devices}: `check` starts 1 to 8 ranks on the CPU.")
     with output_to_stderr(args.json):
-        results = _matrix(args) if args.matrix else [_single(args)]
+        found = _matrix(args) if args.matrix else [_single(args)]
+    results = [one for one in found if isinstance(one, CheckResult)]
+    left_out = [one for one in found if not isinstance(one, CheckResult)]
     failed = [result for result in results if not result.ok]
     if args.json:
-        print(json.dumps(_json(results, args.matrix)))
+        print(json.dumps(_json(results, left_out, args.matrix)))
     else:
-        _print_results(results)
+        _print_results(results, left_out)
     if failed and not args.json:
         raise ParityError("\n".join(_failure(result) for result in failed))
-    return 1 if failed else 0
+    return 1 if failed or not results else 0
 
 
 def _single(args: argparse.Namespace) -> CheckResult:
@@ -71,7 +84,9 @@ def _single(args: argparse.Namespace) -> CheckResult:
             f"The plan runs on {devices} ranks and `check` starts at most {args.devices} on the CPU. "
             f"Check a small plan of the same kind: autoplan check {args.plan} {model} --shrink"
         )
-    checker = Checker(model, checked, dtype=args.dtype, timeout_s=args.timeout, shrunk=small)
+    checker = Checker(
+        model, checked, dtype=args.dtype, timeout_s=args.timeout, shrunk=small, steps=args.steps
+    )
     return checker.check(checked)
 
 
@@ -85,51 +100,60 @@ def _recorded_source(path: str, plan: Plan) -> str:
     return source
 
 
-def _matrix(args: argparse.Namespace) -> list[CheckResult]:
+def _matrix(args: argparse.Namespace) -> list[CheckResult | LeftOut]:
     from autoplan.plan import Plan
-    from autoplan.runtime.matrix import check_matrix, searched_plans
+    from autoplan.runtime.matrix import SearchedPlans, check_matrix, chosen_rows
 
+    rows = chosen_rows(devices=args.devices, only=args.only)
     plan = Plan.load(args.plan) if Path(args.plan).suffix in (".yaml", ".yml") else None
     model = args.model or (_recorded_source(args.plan, plan) if plan else args.plan)
     sizes = {
         **(plan.workload.sizes if plan else {}),
         **({"sequence": args.sequence} if args.sequence else {}),
     }
-    make_plan = searched_plans(
-        model,
-        dtype=args.dtype,
-        hw=args.hw or (plan.hardware if plan else "cpu"),
-        sizes=sizes,
-        opaque=plan.workload.opaque if plan else (),
-    )
-    return list(
-        check_matrix(model, make_plan, dtype=args.dtype, devices=args.devices, timeout_s=args.timeout)
-    )
+    hw, opaque = args.hw or (plan.hardware if plan else "cpu"), plan.workload.opaque if plan else ()
+    found: list[CheckResult | LeftOut] = []
+    with progress(quiet=args.json) as say:
+        make_plan = SearchedPlans(model, args.dtype, hw, sizes, opaque)
+        checks = check_matrix(
+            model, make_plan, dtype=args.dtype, rows=rows, timeout_s=args.timeout, steps=args.steps
+        )
+        for one in checks:
+            found.append(one)
+            say(f"checked {one.layout} ({len({done.layout for done in found})} of {len(rows)} layouts)")
+    return found
 
 
-def _json(results: list[CheckResult], matrix: bool) -> dict[str, Any]:
+def _json(results: list[CheckResult], left_out: list[LeftOut], matrix: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     rows = [asdict(result) for result in results]
-    return {"ok": all(result.ok for result in results), "rows": rows} if matrix else rows[0]
+    if not matrix:
+        return rows[0]
+    ok = bool(results) and all(result.ok for result in results)
+    return {"ok": ok, "rows": rows, "left_out": [asdict(one) for one in left_out]}
 
 
-def _print_results(results: list[CheckResult]) -> None:
+def _print_results(results: list[CheckResult], left_out: list[LeftOut]) -> None:
     from tabulate import tabulate
 
-    first = results[0]
-    print(
-        f"{first.gradients} gradients against one process, {first.dtype}, global batch {first.global_batch}, "
-        f"tolerance {first.tolerance:g}"
-    )
-    print(tabulate([_row(result) for result in results], HEADINGS, disable_numparse=True))
+    if results:
+        first = results[0]
+        print(
+            f"{first.gradients} gradients against one process, {first.dtype}, global batch "
+            f"{first.global_batch}, tolerance {first.tolerance:g}"
+        )
+        print(tabulate([_row(result) for result in results], HEADINGS, disable_numparse=True))
     for note in dict.fromkeys(note for result in results for note in result.notes):
         print(f"note: {note}")
+    for reason in dict.fromkeys(one.reason for one in left_out):
+        layouts = ", ".join(one.layout for one in left_out if one.reason == reason)
+        print(f"left out: {layouts}: {reason}")
 
 
 def _row(result: CheckResult) -> tuple[str, ...]:
     bits = {True: "equal", False: "differ", None: "-"}[result.bitwise]
-    worst = result.worst_gradient
+    worst, parameter = result.worst_gradient, result.worst_parameter
     return (
         result.layout,
         result.recompute,
@@ -137,6 +161,7 @@ def _row(result: CheckResult) -> tuple[str, ...]:
         f"{result.loss_difference:.1e}",
         f"{worst.relative_difference:.1e} {worst.name}",
         f"{result.grad_norm_difference:.1e}",
+        f"{parameter.relative_difference:.1e} {parameter.name}" if parameter else "-",
         bits,
         "ok" if result.ok else "FAILED",
     )
@@ -149,5 +174,11 @@ def _failure(result: CheckResult) -> str:
         f"within {result.tolerance:g} of one process, got loss {result.loss_difference:.1e}, "
         f"worst gradient {worst.name or '-'} {worst.relative_difference:.1e}, "
         f"norm {result.grad_norm_difference:.1e}"
+        f"{_parameter_text(result)}"
         f"{', bits that differ' if result.bitwise is False else ''}."
     )
+
+
+def _parameter_text(result: CheckResult) -> str:
+    worst = result.worst_parameter
+    return f", worst parameter {worst.name or '-'} {worst.relative_difference:.1e}" if worst else ""

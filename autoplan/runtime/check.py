@@ -25,7 +25,7 @@ from autoplan.runtime.forked import run_ranks
 from autoplan.runtime.parallel import ParallelModel
 from autoplan.runtime.prepare import RunProgram, first_samples, prepare, require_parameters, single_part
 from autoplan.runtime.ranks import join_ranks
-from autoplan.runtime.reference import Measured, in_pieces, measure_eager
+from autoplan.runtime.reference import Measured, in_pieces, measure_eager, sgd_steps
 from autoplan.runtime.shrink import Shrunk
 from autoplan.runtime.weighting import piece_weights
 
@@ -45,7 +45,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One plan against one process. ``bitwise`` is None where no run reduces in the same order."""
+    """One plan against one process. ``bitwise`` is None where no run reduces in the same order.
+
+    ``worst_parameter`` is that after the steps of :attr:`Checker.steps`, where there are any.
+    """
 
     layout: str
     recompute: str
@@ -62,6 +65,7 @@ class CheckResult:
     global_batch: int
     bitwise: bool | None
     wall_s: float
+    worst_parameter: Difference | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -80,7 +84,7 @@ class Checker:
     """One model and batch, against which several plans are checked: built, traced and run eagerly once.
 
     ``plan`` gives sizes and opaque modules; the plans checked must have its global batch. ``shrunk`` trims
-    the model to a shrunk plan.
+    the model to a shrunk plan. ``steps``: after how many steps of SGD the parameters are compared too.
     """
 
     source: str | Path | ModelSource
@@ -89,6 +93,7 @@ class Checker:
     timeout_s: float = 120.0
     seed: int = 0
     shrunk: Shrunk | None = None
+    steps: int = 0
     notes: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
@@ -144,11 +149,14 @@ class Checker:
         reference = self._reference([1.0])
         run = run_ranks(part.mesh.devices, self._body(program), timeout_s=self.timeout_s)[0]
         loss_difference = relative(run.loss, reference.loss)
-        worst = worst_gradient(run.gradients, reference.gradients)
+        worst = farthest(run.gradients, reference.gradients)
         norm_difference = abs(run.norm - reference.norm) / max(reference.norm, 1e-300)
         bitwise = self._bitwise(program, run)
         tolerance = TOLERANCE[self.dtype]
-        close = all(d <= tolerance for d in (loss_difference, worst.relative_difference, norm_difference))
+        differences = [loss_difference, worst.relative_difference, norm_difference]
+        parameter = farthest(run.parameters, reference.parameters) if self.steps else None
+        differences += [parameter.relative_difference] if parameter else []
+        close = all(d <= tolerance for d in differences)
         return CheckResult(
             layout=layout or mesh_name(part),
             recompute=recompute or recompute_name(part),
@@ -165,6 +173,7 @@ class Checker:
             global_batch=self.batch_size,
             bitwise=bitwise,
             wall_s=time.perf_counter() - started_s,
+            worst_parameter=parameter,
             notes=tuple(self.notes),
         )
 
@@ -205,7 +214,13 @@ class Checker:
         if pieces not in self._references:
             batches = in_pieces(self.batch, self.batch_size, pieces)
             self._references[pieces] = measure_eager(
-                self.model_source, self.model, batches, weights, DTYPES[self.dtype], self.timeout_s
+                self.model_source,
+                self.model,
+                batches,
+                weights,
+                DTYPES[self.dtype],
+                self.timeout_s,
+                self.steps,
             )
         return self._references[pieces]
 
@@ -215,7 +230,9 @@ class Checker:
             parallel = ParallelModel(program, self.model, join_ranks(program.part.mesh))
             loss = parallel.step(self.batch)
             gradients, norm = parallel.gradients(), parallel.grad_norm()
-            return Measured(loss, gradients, float(norm)) if rank == 0 else None
+            sgd_steps(parallel.parameters(), lambda: parallel.step(self.batch), self.steps)
+            after = parallel.state_dict() if self.steps else {}
+            return Measured(loss, gradients, float(norm), after) if rank == 0 else None
 
         return body
 
@@ -286,20 +303,18 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     return float((value.double() - reference.double()).abs() / reference.double().abs().clamp(min=1e-300))
 
 
-def worst_gradient(
-    gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
-) -> Difference:
-    """The gradient farthest from its reference, by the measure in the module's docstring."""
+def farthest(tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Difference:
+    """The tensor farthest from its reference, by the measure in the module's docstring."""
     largest = max((float(g.abs().max()) for g in reference.values() if g.numel()), default=0.0)
     worst = Difference("", 0.0)
     for name, expected in reference.items():
-        if name not in gradients:
+        if name not in tensors:
             found = 0.0 if not expected.any() else float("inf")
         elif not expected.numel():
             found = 0.0
         else:
             scale = max(float(expected.abs().max()), 1e-2 * largest, 1e-300)
-            found = float((gradients[name].double() - expected.double()).abs().max()) / scale
+            found = float((tensors[name].double() - expected.double()).abs().max()) / scale
         if not found <= worst.relative_difference:  # also where it is NaN
             worst = Difference(name, found)
     return worst
