@@ -43,3 +43,12 @@ def count_text(count: float) -> str:
         if abs(count) >= step:
             return f"{_three_digits(count / step)} {unit}"
     return f"{count:.0f}"
+
+
+def value_text(value: float, unit: str) -> str:
+    """A number with its unit: seconds and bytes as people read them, others with a prefix."""
+    if unit == "s":
+        return seconds_text(value)
+    if unit == "bytes":
+        return bytes_text(value)
+    return f"{count_text(value) if abs(value) >= 1000 else f'{value:.4g}'} {unit}".rstrip()

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from autoplan.plan import Plan
     from autoplan.planner.what_if import WhatIf
     from autoplan.report.explain import Claim
+    from autoplan.report.numbers import Number
 
 TITLES = {
     "limit": "what limits this plan",
@@ -33,6 +34,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--hw", help="the chip's profile, where the plan's own name for it is not known")
     parser.add_argument("--why", metavar="KEY=VALUE", help="why the plan has it: tp=8")
     parser.add_argument("--why-not", metavar="KEY=VALUE", help="what it would cost: pp=4")
+    parser.add_argument(
+        "--number",
+        metavar="NAME",
+        help="a number's formula, inputs and sources: step_time, compute/REGION, ...",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -43,11 +49,14 @@ def run(args: argparse.Namespace) -> int:
     from autoplan.hardware import load_profile
     from autoplan.plan import Plan
     from autoplan.report.explain import explain, why, why_not
+    from autoplan.report.numbers import Numbers
 
     plan = Plan.load(args.plan)
     profile = load_profile(args.hw or plan.hardware)
     with progress(quiet=args.json) as say:
         what_if = _what_if(plan, args.model, profile, say)
+        if args.number:
+            return _say_number(Numbers(plan, what_if.costs).find(args.number), args.json)
         claims: list[Claim] = []
         claims += why(what_if, args.why) if args.why else []
         claims += why_not(what_if, args.why_not) if args.why_not else []
@@ -84,3 +93,36 @@ def _say(plan: Plan, claims: list[Claim]) -> None:
         print(f"\n{TITLES[kind]}")
         for claim in group:
             print(f"  {claim.text}")
+
+
+SHOWN = 12
+
+
+def _say_number(number: Number, as_json: bool) -> int:
+    """The number, its inputs, and theirs."""
+    if as_json:
+        print(json.dumps(asdict(number)))
+        return 0
+    for line in _lines(number, 0):
+        print(line)
+    deeper = next((one.name for one in number.inputs if one.inputs), "")
+    if deeper:
+        print(f"\ndeeper: --number '{deeper}'")
+    return 0
+
+
+def _lines(number: Number, depth: int) -> Iterator[str]:
+    from autoplan.units import value_text
+
+    name = number.name if depth == 0 else number.name.rpartition("/")[2]
+    told = " ".join(
+        text
+        for text in (number.formula and f"= {number.formula}", number.source and f"[{number.source}]")
+        if text
+    )
+    yield f"{'  ' * depth}{name}: {value_text(number.value, number.unit)}  {told}".rstrip()
+    if depth < 2:
+        for one in number.inputs[:SHOWN]:
+            yield from _lines(one, depth + 1)
+        if len(number.inputs) > SHOWN:
+            yield f"{'  ' * (depth + 1)}and {len(number.inputs) - SHOWN} smaller ones"

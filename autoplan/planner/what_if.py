@@ -42,7 +42,7 @@ class WhatIf:
         self, plan: Plan, capture: Capture, profile: HardwareProfile, say: Callable[[str], None]
     ) -> None:
         self.plan, self.capture, self.profile, self._say = plan, capture, profile, say
-        self._costs = ModelCosts(capture, CostModel(profile, capture.dtype), say)
+        self.costs = ModelCosts(capture, CostModel(profile, capture.dtype), say)
         self._answers: dict[object, Answer] = {}
 
     def pinned(self, *pins: str) -> Answer:
@@ -81,7 +81,7 @@ class WhatIf:
             pins=tuple(pins),
             opaque=work.opaque,
         )
-        costs = self._costs
+        costs = self.costs
         if profile is not self.profile:
             costs = costs.repriced(CostModel(profile, self.capture.dtype))
         start = time.perf_counter()
