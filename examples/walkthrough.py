@@ -9,6 +9,7 @@ Every number is computed by autoplan's cost model from the traced model and the 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from autoplan.planner.pricer import Pricer, Quote
@@ -20,27 +21,30 @@ DEVICES, BATCH = 8, 32
 LECTURE = {
     "data parallel": (
         ("dp=8", "tp=1", "pp=1", "zero=0"),
-        "Every device holds the whole model and a share of the batch. Nothing is sent inside a layer; once a\n"
-        "step the gradients are summed over the devices. Memory does not shrink with more devices: weights,\n"
-        "gradients, master weights and two Adam moments are 18 bytes a parameter on each of them.",
+        "Every device holds the whole model and a share of the batch. Nothing is sent inside a layer; "
+        "once a step the gradients are summed over the devices. Memory does not shrink with more "
+        "devices: weights, gradients, master weights and two Adam moments are 18 bytes a parameter on "
+        "each of them.",
     ),
     "fully sharded (ZeRO-3)": (
         ("dp=8", "tp=1", "pp=1", "zero=3"),
-        "Still data parallel, but each device keeps an eighth of every parameter and its state. Before a layer\n"
-        "runs its weights are gathered, afterwards they are dropped, in forward and again in backward, for every\n"
-        "micro-batch: memory is bought with traffic that hides behind compute only where there is enough of it.",
+        "Still data parallel, but each device keeps an eighth of every parameter and its state. Before a "
+        "layer runs its weights are gathered, afterwards they are dropped, in forward and again in "
+        "backward, for every micro-batch: memory is bought with traffic that hides behind compute only "
+        "where there is enough of it.",
     ),
     "tensor parallel": (
         ("dp=1", "tp=8", "pp=1", "zero=0"),
-        "Every matrix product is cut over the devices, so all of them work on the same tokens. Weights and most\n"
-        "activations shrink by eight, but each layer must bring its partial results together twice forward\n"
-        "and twice backward, and nothing hides that: it needs the fastest links there are.",
+        "Every matrix product is cut over the devices, so all of them work on the same tokens. Weights "
+        "and most activations shrink by eight, but each layer must bring its partial results together "
+        "twice forward and twice backward, and nothing hides that: it needs the fastest links there are.",
     ),
     "pipeline": (
         ("dp=1", "tp=1", "pp=8", "zero=0"),
-        "Each device holds an eighth of the layers and passes activations on: the least traffic of all. But the\n"
-        "first device waits at the end of a step and the last at its start. With p stages and m micro-batches the\n"
-        "idle share is about (p - 1) / (m + p - 1), and the first stage keeps p micro-batches' activations.",
+        "Each device holds an eighth of the layers and passes activations on: the least traffic of all. "
+        "But the first device waits at the end of a step and the last at its start. With p stages and m "
+        "micro-batches the idle share is about (p - 1) / (m + p - 1), and the first stage keeps p micro- "
+        "batches' activations.",
     ),
 }
 PARTS = {
@@ -78,7 +82,7 @@ def main() -> None:
 
 def say(number: int, name: str, quote: Quote) -> None:
     """One layout: what it is, what it costs, where the time goes."""
-    print(f"{number}. {name}\n{LECTURE[name][1]}\n")
+    print(f"{number}. {name}\n{textwrap.fill(LECTURE[name][1], 100)}\n")
     verdict = "fits" if quote.fits else "DOES NOT FIT"
     memory = f"{bytes_text(quote.memory_peak_bytes)} of {bytes_text(quote.memory_limit_bytes)}"
     print(f"   memory   {memory} on the fullest device: {verdict}")
