@@ -76,7 +76,7 @@ def main() -> None:
     fitting = {name: quote for name, quote in quotes.items() if quote.fits}
     best = min(fitting, key=lambda name: fitting[name].step_time_s, default=None)
     print(
-        f"Fastest of those that fit: {best}. `autoplan search` tries their products, too, and proves its choice."
+        print(f"Fastest that fits: {best}. `autoplan search` tries products of them and proves its choice.")
     )
 
 
