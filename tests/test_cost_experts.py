@@ -6,10 +6,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from captured_models import small_source
+from captured_models import small_capture
 from cost_fixture import profile
+from torch import fx
 
-from autoplan.capture import capture_model
 from autoplan.plan import Layout
 from autoplan.regions import find_regions, region_graph
 from autoplan_cost_models import CostModel, Span
@@ -21,11 +21,17 @@ from autoplan_passes.shard import dry_groups, shard_region, uneven_experts
 
 
 @cache
-def work(ep: int, imbalance: float = 1.0) -> RegionWork:
-    """A block of 8 experts, measured on one of ``ep`` ranks."""
-    capture = capture_model(small_source("deepseek_v3"), dtype="bf16", sizes={"sequence": 48})
+def block() -> dict[int, fx.GraphModule]:
+    """A block of 8 experts at two micro-batches."""
+    capture = small_capture("deepseek_v3")
     region = next(r for r in find_regions(capture) if r.name == "model.layers.1")
-    graphs = {batch: region_graph(capture, region, batch) for batch in (1, 2)}
+    return {batch: region_graph(capture, region, batch) for batch in (1, 2)}
+
+
+@cache
+def work(ep: int, imbalance: float = 1.0) -> RegionWork:
+    """The block, measured on one of ``ep`` ranks."""
+    graphs = block()
     layout = Layout("block").replace_axis("ep", expert_layout(graphs[1], ep))
     with uneven_experts(imbalance), dry_groups(layout):
         return measure_region({batch: shard_region(graph, layout) for batch, graph in graphs.items()})

@@ -54,6 +54,11 @@ def route(ends: Tensor, rows: Tensor, axis: str) -> tuple[Tensor, Tensor, Tensor
     return splits, expert.argsort(stable=True), came.sum(0).cumsum(0).to(ends.dtype)
 
 
+def own_experts(order: Tensor, ends: Tensor) -> Tensor:
+    """Of every row that arrived (``order``, ``ends`` of :func:`route`), the number of its expert here."""
+    return torch.bucketize(torch.arange(order.shape[0], device=ends.device), ends, right=True)
+
+
 def dispatch(rows: Tensor, splits: Tensor, order: Tensor, axis: str) -> Tensor:
     """Rows sorted by expert [n, ...] to the rows of this rank's experts, sorted [m, ...]."""
     return _MoveRows.apply(rows, splits, order, axis, _send, _send_back)  # pyright: ignore[reportReturnType] - torch types apply as Any

@@ -26,7 +26,7 @@ from torch import fx
 
 from autoplan.plan import AxisLayout
 from autoplan_passes import dispatch
-from autoplan_passes.calls import Call, shape_of, tensor_inputs
+from autoplan_passes.calls import Call, op_name, shape_of, tensor_inputs
 from autoplan_passes.dims import OUTPUT, carry, place
 from autoplan_passes.local_ops import propagate
 from autoplan_passes.rules import Rule, form_of, row_of
@@ -42,7 +42,8 @@ class ExpertChain:
     """Grouped products over the same groups of rows.
 
     ``ends`` are the ends of the groups; ``weights`` the parameters and what is made of them expert by
-    expert; ``rows`` the ops that run row by row from the first product to the last.
+    expert; ``rows`` the ops that run row by row from the first product to the last, with what they look
+    up in parameters by the row's expert (biases).
     """
 
     ends: fx.Node
@@ -92,11 +93,12 @@ def _chain(ends: fx.Node, products: list[fx.Node], of_tokens: frozenset[fx.Node]
     for product in products:
         if not _gather_weights(Call(product).tensors[1], experts, weights):
             return None
-    rows = _between(products)
-    used_elsewhere = any(
-        user not in weights and user not in products for node in weights for user in node.users
-    )
-    mixed = not all(node in products or is_row_wise(node, rows, of_tokens) for node in rows)
+    between = _between(products)
+    lookups = [node for node in _lookups(ends, between) if _gather_weights(_table(node), experts, weights)]
+    alone = {*products, *lookups}
+    rows = frozenset({*between, *lookups})
+    used_elsewhere = any(user not in weights and user not in alone for node in weights for user in node.users)
+    mixed = not all(node in alone or is_row_wise(node, rows, of_tokens) for node in rows)
     if used_elsewhere or mixed or not weights.isdisjoint(of_tokens):
         return None
     return ExpertChain(ends, experts, frozenset(weights), rows)
@@ -135,6 +137,35 @@ def _between(products: list[fx.Node]) -> frozenset[fx.Node]:
             before.add(node)
             pending.extend(node.all_input_nodes)
     return frozenset({*before, *products})
+
+
+def _lookups(ends: fx.Node, rows: frozenset[fx.Node]) -> list[fx.Node]:
+    """Ops that give ``rows`` alone an entry of a table by the row's expert."""
+    ids = sorted_experts(ends)
+    found = [node for node in ids.users if is_lookup(node) and rows.issuperset(node.users)] if ids else []
+    return [node for node in found if Call(node).tensors[1:] == (ids,)]
+
+
+def is_lookup(node: fx.Node) -> bool:
+    """``table[ids]``: whole rows of dim 0."""
+    call = Call(node)
+    if call.name == "aten.index":
+        return len(call.tensors) == 2 and isinstance(call.arguments["indices"][0], fx.Node)
+    return call.name == "aten.embedding" or (call.name == "aten.index_select" and call.dim(default=0) == 0)
+
+
+def _table(lookup: fx.Node) -> fx.Node:
+    return Call(lookup).tensors[0]
+
+
+def sorted_experts(ends: fx.Node) -> fx.Node | None:
+    """The sorted expert numbers whose counts the ends of the groups are made of, op by op."""
+    node = ends
+    while len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+        if op_name(node) == "getitem" and op_name(node.all_input_nodes[0]) == "aten.sort":
+            return node if node.args[1] == 0 else None
+    return None
 
 
 def is_row_wise(node: fx.Node, rows: frozenset[fx.Node], of_tokens: frozenset[fx.Node]) -> bool:
@@ -180,7 +211,7 @@ def _input_state(node: fx.Node, tensor: fx.Node, chain: ExpertChain, state: Stat
         return BY_EXPERT
     if tensor in chain.rows or tensor is chain.ends:
         return state
-    if is_grouped_product(node):
+    if is_grouped_product(node) or is_lookup(node):
         return state
     form = form_of(node)
     assert form is not None  # rows hold products and what is_row_wise allows
@@ -198,13 +229,16 @@ class Routes:
         default_factory=dict[State, tuple[fx.Node, fx.Node, fx.Node]]
     )
 
-    def send(self, state: State, rows: fx.Node, ends: fx.Node) -> fx.Node:
-        """``rows``, sorted by expert in groups that end at ``ends``, to where their experts are."""
+    def route(self, state: State, rows: fx.Node, ends: fx.Node) -> None:
+        """The first time, exchange the counts of ``rows``, sorted by expert in groups up to ``ends``."""
         if state not in self.made:
             routed = self._call(dispatch.route, ends, rows)
             routed.meta["collective"] = (("all_to_all", "none", float(bytes_of(ends)), 0.0, self.axis),)
             splits, order, own = (self._part(routed, i, name) for i, name in enumerate(ROUTED))
             self.made[state] = (splits, order, own)
+
+    def send(self, state: State, rows: fx.Node) -> fx.Node:
+        """Rows to where their experts are."""
         return self._move(dispatch.dispatch, rows, state)
 
     def send_back(self, state: State, rows: fx.Node) -> fx.Node:
@@ -214,6 +248,10 @@ class Routes:
     def own_ends(self, state: State) -> fx.Node:
         """The ends of this rank's experts' groups of the rows that arrived."""
         return self.made[state][2]
+
+    def own_experts(self, state: State) -> fx.Node:
+        """The numbers that those rows' experts have here."""
+        return self._call(dispatch.own_experts, *self.made[state][1:], on_axis=False)
 
     def _move(self, function: object, rows: fx.Node, state: State) -> fx.Node:
         splits, order, _ = self.made[state]
@@ -229,14 +267,24 @@ class Routes:
         )
         return propagate(part)
 
-    def _call(self, function: object, *arguments: fx.Node) -> fx.Node:
-        call = self.graph.call_function(function, (*arguments, self.axis))  # pyright: ignore[reportArgumentType] - any callable
+    def _call(self, function: object, *arguments: fx.Node, on_axis: bool = True) -> fx.Node:
+        given = (*arguments, self.axis) if on_axis else arguments
+        call = self.graph.call_function(function, given)  # pyright: ignore[reportArgumentType] - any callable
         return propagate(call)
 
 
 def bytes_of(node: fx.Node) -> int:
     value = node.meta["val"]
     return value.numel() * value.element_size()
+
+
+def chain_experts(rules: Mapping[fx.Node, Rule]) -> dict[State, fx.Node]:
+    """The sorted expert numbers of every state ``E(k)`` by which the rules look something up."""
+    return {
+        rule.output: Call(node).tensors[1]
+        for node, rule in rules.items()
+        if is_at_experts(rule.output) and is_lookup(node)
+    }
 
 
 def chain_ends(rules: Mapping[fx.Node, Rule]) -> dict[State, fx.Node]:

@@ -21,7 +21,7 @@ from autoplan_passes.calls import Call, is_tensor, output_nodes, shape_of, tenso
 from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.conversions import Conversion, chains
 from autoplan_passes.dispatch import DryExperts
-from autoplan_passes.experts import Routes, chain_ends
+from autoplan_passes.experts import Routes, chain_ends, chain_experts
 from autoplan_passes.implementations import implementation_sends
 from autoplan_passes.local_ops import local_call, propagate
 from autoplan_passes.placements import place_on
@@ -206,7 +206,8 @@ class _Sharder:
         self.differentiable = find_differentiable(self.source.graph)
         self.mode = find_fake_mode(self.source.graph)
         self.wanted = self._wanted_states()
-        self.ends, self.routes = chain_ends(self.rules), Routes(self.graph, self.axis)
+        self.ends, self.experts = chain_ends(self.rules), chain_experts(self.rules)
+        self.routes = Routes(self.graph, self.axis)
         self.own: dict[fx.Node, State] = {}
 
     def _wanted_states(self) -> dict[fx.Node, frozenset[State]]:
@@ -263,12 +264,13 @@ class _Sharder:
     def _reroute(self, node: fx.Node, state: State) -> fx.Node:
         """Rows to the ranks of their experts, or back; the ends of the experts' groups as they are there."""
         if not is_at_experts(state):
-            moved = self.routes.send_back(self.own[node], self.made[node, self.own[node]])
-        elif node is self.ends[state]:
+            return _traced(self.routes.send_back(self.own[node], self.made[node, self.own[node]]), node)
+        if node is self.ends[state]:
             return self.routes.own_ends(state)
-        else:
-            ends = self.fetch(self.ends[state], REPLICATE)
-            moved = self.routes.send(state, self.fetch(node, REPLICATE), ends)
+        held = self.fetch(node, REPLICATE)
+        self.routes.route(state, held, self.fetch(self.ends[state], REPLICATE))
+        by_number = node is self.experts.get(state)
+        moved = self.routes.own_experts(state) if by_number else self.routes.send(state, held)
         return _traced(moved, node)
 
     def _convert(self, node: fx.Node, step: Conversion) -> fx.Node:

@@ -28,6 +28,7 @@ def _counted_rows(_call: Call, cuts: Sequence[frozenset[State]]) -> Iterable[Cho
 
 ROWS: Mapping[str, Row] = {
     "route": Row(None, factory=_counted_rows),
+    "own_experts": Row(None, replicated=True),
     "dispatch": Row(_moved_rows),
     "combine": Row(_moved_rows),
 }

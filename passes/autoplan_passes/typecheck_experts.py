@@ -9,14 +9,22 @@ to be averaged with those of all replicas. ``E(k)`` is its own gradient.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autoplan_passes import dispatch
 from autoplan_passes.calls import Call, tensor_inputs
-from autoplan_passes.experts import BY_EXPERT, ROUTED, is_grouped_product, is_row_wise, token_nodes
+from autoplan_passes.experts import (
+    BY_EXPERT,
+    ROUTED,
+    is_grouped_product,
+    is_lookup,
+    is_row_wise,
+    sorted_experts,
+    token_nodes,
+)
 from autoplan_passes.rules import Rule, form_of
 from autoplan_passes.states import REPLICATE, State, at_experts, is_at_experts
 from autoplan_passes.transitions import Move
@@ -45,12 +53,17 @@ class Routes:
         if node.target is operator.getitem and node.args[0] in self.states:
             self.parts[node] = (node.all_input_nodes[0], int(str(node.args[1])))
             return True
-        return False
+        return node.target is dispatch.own_experts and all(n in self.parts for n in node.all_input_nodes)
 
-    def ends_of(self, node: fx.Node) -> tuple[fx.Node, State] | None:
-        """For the ends of the groups at the experts: the ends that were routed, and ``E(k)``."""
+    def stands_for(self, node: fx.Node, of: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node, State] | None:
+        """What a result of a route is of the unsplit graph, and ``E(k)``: the ends of the groups at the
+        experts, or the numbers of the rows' experts. ``of`` are the nodes that local ones stand for."""
+        if node.target is dispatch.own_experts:
+            route, index = self.parts[node.all_input_nodes[1]]
+            experts = sorted_experts(of[route.all_input_nodes[0]]) if index == ENDS else None
+            return (experts, self.states[route]) if experts is not None else None
         route, index = self.parts.get(node, (node, -1))
-        return (route.all_input_nodes[0], self.states[route]) if index == ENDS else None
+        return (of[route.all_input_nodes[0]], self.states[route]) if index == ENDS else None
 
     def move_of(self, node: fx.Node) -> Move | None:
         """Rows to their experts or back, by the results of one route."""
@@ -74,6 +87,8 @@ class Routes:
         if is_grouped_product(node):
             wanted = dict(zip(Call(node).tensors, (at, BY_EXPERT, at)))
             return (Rule(tuple(wanted[n] for n in inputs), at),)
+        if is_lookup(node):
+            return (Rule((BY_EXPERT, at), at),)
         rows = frozenset(n for n in inputs if is_at_experts(by_node[n]))
         if there or not is_row_wise(node, rows, self.of_tokens - rows):
             return ()

@@ -121,12 +121,13 @@ class Forward:
     def _route(self, node: fx.Node, routes: Routes) -> None:
         for tensor in node.all_input_nodes:
             found = self.state.get(tensor, "no tensor of the region")
-            if tensor not in routes.states and found != REPLICATE:
+            known = tensor in routes.states or tensor in routes.parts
+            if not known and found != REPLICATE:
                 raise fault_at(node, f"{tensor.name} as R", str(found))
         self._value[node] = self._rerun(node, node.all_input_nodes)
-        ends = routes.ends_of(node)
-        if ends is not None:
-            self._keep(node, self.of[ends[0]], ends[1], self._value[node])
+        told = routes.stands_for(node, self.of)
+        if told is not None:
+            self._keep(node, *told, self._value[node])
 
     def _rerun(self, node: fx.Node, inputs: Sequence[fx.Node]) -> Any:
         """The value of a node as it is, on fake tensors."""
