@@ -125,11 +125,12 @@ class HardwareProfile:
     ``fast_domain`` is the number of devices that reach each other at full intra-node speed (4 on the
     P800: quads; 8 on an NVSwitch node). ``collectives`` maps ``"intra"`` (inside a node) and
     ``"inter"`` (across nodes) to kind (``all_reduce all_gather reduce_scatter all_to_all p2p``) to
-    fits by ascending group size. ``sustained`` is the share of the ``gemm`` rates (measured in short runs)
-    that a long run at the power limit keeps, ``variation`` the standard deviation of equal devices' speed
-    over its mean. ``gemm`` and ``peak_flops`` are keyed by dtype name
-    (``fp64 fp32 tf32 fp16 bf16 fp8``; every dtype of ``gemm`` has a peak). ``kernels`` are the fused
-    kernels the chip has (``flash_attention``, ``grouped_gemm``, ``triton``), ``forbidden`` what it lacks.
+    fits by ascending group size. ``sustained`` is by dtype the share of the ``gemm`` rates (of short runs)
+    that a long run at the power limit keeps, where a dtype that is not named takes the first one's;
+    ``variation`` is the standard deviation of equal devices' speed over its mean. ``gemm`` and
+    ``peak_flops`` are keyed by dtype name (``fp64 fp32 tf32 fp16 bf16 fp8``; every dtype of ``gemm`` has a
+    peak). ``kernels`` are the fused kernels the chip has (``flash_attention``, ``grouped_gemm``,
+    ``triton``), ``forbidden`` what it lacks.
 
     A group that crosses the border of a fast domain inside a node takes the ``intra`` fits of more than
     ``fast_domain`` ranks, whatever its own size. ``inter`` fits are for ONE rank in each of ``ranks``
@@ -150,7 +151,7 @@ class HardwareProfile:
     memory_bytes_per_s: Quantity
     memory_efficiency: Curve
     launch_s: Quantity
-    sustained: Quantity
+    sustained: Mapping[str, Quantity]
     variation: Quantity
     peak_flops: Mapping[str, Quantity]
     gemm: Mapping[str, GemmRates]
@@ -195,6 +196,7 @@ _TFLOPS = Unit("TFLOP/s", 1e12, 1e-5, 1e5)
 _LINK = Unit("GB/s (1e9 bytes/s)", 1e9, 1e-3, 1e4)
 _MICROSECONDS = Unit("microseconds", 1e-6, 0, 1e5)
 
+_SHARE = Unit("fraction", 1, 0.1, 1)
 _SIZE = Unit("elements", 1, 1, 2**40)
 _FIT = {
     "alpha_us": _MICROSECONDS,
@@ -261,7 +263,7 @@ def _read_profile(path: Path) -> HardwareProfile:
             top["memory_efficiency"], ("mib", Unit("MiB", 2.0**20, 1e-6, 2**20)), ("fraction", _FACTOR)
         ),
         launch_s=read.quantity(top["launch_us"], _MICROSECONDS),
-        sustained=read.quantity(top["sustained"], Unit("fraction", 1, 0.1, 1)),
+        sustained={k: read.quantity(v, _SHARE) for k, v in _keyed(top["sustained"], DTYPES).items()},
         variation=read.quantity(top["variation"], Unit("fraction", 1, 0, 0.5)),
         peak_flops=peaks,
         gemm=read.gemm(top["gemm"], peaks),

@@ -76,7 +76,7 @@ def profile(**changes: Any) -> HardwareProfile:
         "memory_bytes_per_s": quantity(3.35e12),
         "memory_efficiency": curve({65536: 0.02, 1 << 20: 0.27, 1 << 28: 0.88}),
         "launch_s": quantity(3e-6),
-        "sustained": quantity(1.0),
+        "sustained": {"bf16": quantity(1.0)},
         "variation": quantity(0.0),
         "peak_flops": {"bf16": quantity(989e12), "fp32": quantity(67e12)},
         "gemm": {"bf16": rates, "fp32": slow},

@@ -67,9 +67,9 @@ FRAMEWORKS: dict[str, Execution] = {
     "Megatron-LM": MEGATRON,
     "MindSpeed": MEGATRON,
     "NeMo": TRANSFORMER_ENGINE,
-    "InternEvo": Execution(
-        attention="flash2", fuses_pointwise=True, reduced_bytes_per_parameter=2.0, overlaps_gradients=True
-    ),
+    "Megatron-Bridge": TRANSFORMER_ENGINE,
+    # flash attention, all else eager (InternLM/InternEvo@c628a8c874:internlm/model/modeling_internlm.py)
+    "InternEvo": Execution(attention="flash2", reduced_bytes_per_parameter=2.0, overlaps_gradients=True),
     "LLM Foundry": COMPOSER,
     "torchtitan": TORCHTITAN,
     "DeepSpeed": Execution(attention="flash3"),
@@ -79,12 +79,17 @@ COMPILED = replace(TORCHTITAN, fuses_pointwise=True, passes={"cross_entropy_loss
 
 def execution_of(point: Point) -> Execution:
     """The framework whose name the source's begins with; this project's own runtime for an unknown one."""
-    if "torchtitan" in point.framework and "compile" in point.text.get("notes", "").replace("not stated", ""):
+    found = _framework(point)
+    if "TP overlap" in point.text.get("overlap", "") or "Megatron-Bridge" in point.framework:
+        found = replace(found, overlaps_tp=True)
+    return replace(found, linear_dtype="fp8") if point.precision.startswith("fp8") else found
+
+
+def _framework(point: Point) -> Execution:
+    notes = point.text.get("notes", "").replace("state not stated", "")
+    if "torchtitan" in point.framework and ("compile" in notes or point.precision != "bf16"):
         return COMPILED
-    for name, execution in FRAMEWORKS.items():
-        if name in point.framework:
-            return execution
-    return Execution()
+    return next((found for name, found in FRAMEWORKS.items() if name in point.framework), Execution())
 
 
 # Megatron-LM's default, which these sources' scripts keep (examples/sc21 of NVIDIA/Megatron-LM; train/

@@ -89,7 +89,8 @@ class Point:
         """Equal for runs that differ in nothing but how they were configured."""
         architecture = (self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.vocab)
         trained = (self.sequence, self.global_batch, self.devices, self.precision, self.framework)
-        return (self.subset, self.chip, *architecture, *trained)
+        repaired = "fix" in self.text.get("notes", "")  # a cluster before and after its repair is two
+        return (self.subset, self.chip, *architecture, *trained, repaired)
 
     @property
     def is_nvidia_smi(self) -> bool:

@@ -55,6 +55,10 @@ class Forecast:
         return self.memory_bytes / measured - 1
 
 
+# The dtype of the parameters for each precision; 8-bit ones are that of the linear layers' products.
+DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "fp8-cs": "bf16"}
+
+
 def unpriced(point: Point) -> str:
     """Why a point cannot be priced, or an empty text."""
     if point.profile is None:
@@ -62,10 +66,8 @@ def unpriced(point: Point) -> str:
     reasons: tuple[tuple[bool, str], ...] = (
         (point.experts > 0, "experts"),
         (point.text.get("mla") == "1", "latent attention"),
-        (point.precision not in ("bf16", "fp16"), f"{point.precision} products"),
+        (DTYPES.get(point.precision) is None, f"{point.precision} products"),
         (point.cp > 1, "context parallelism"),
-        (point.sequence_parallel and point.tp > 1, "sequence parallelism"),
-        (point.vpp > 1, "several stages a rank"),
         ("V-Half" in point.schedule, "the V-Half schedule"),
         ("vocabulary" in point.schedule or "interlaced" in point.schedule, "a vocabulary spread over stages"),
         (point.text.get("cpu_offload") == "y", "states or activations on the host"),
@@ -101,12 +103,20 @@ class PointPricer:
     def _priced(self, point: Point) -> Priced:
         profile = cluster_of(point, self._profile(point))
         costs = self._model_costs(point, profile)
-        mesh = Mesh(pp=point.pp, dp=point.dp, tp=point.tp)
-        candidate = Candidate(mesh, point.micro_batch, point.microbatches, point.zero)
+        mesh = Mesh(pp=point.pp, dp=point.dp, tp=point.tp, cp=point.cp, ep=point.ep)
+        candidate = Candidate(
+            mesh,
+            point.micro_batch,
+            point.microbatches,
+            point.zero,
+            schedule="interleaved_1f1b" if point.vpp > 1 else "1f1b",
+            vpp=point.vpp,
+            sp=point.sequence_parallel and point.tp > 1,
+        )
         workload = Workload(
             devices=point.devices,
             global_batch=point.global_batch,
-            dtype=point.precision,
+            dtype=DTYPES[point.precision],
             tokens_per_sample=point.sequence,
         )
         pricing = Pricing(costs, profile, workload, Pins(), [candidate])
@@ -122,10 +132,11 @@ class PointPricer:
         """The shape's costs on this cluster, with as many blocks as the point has."""
         shape = shape_of(point)
         cluster = f"{profile.name} {profile.nic_bytes_per_s.value}"
-        key = (shape, point.precision, cluster, repr(execution_of(point)))
+        dtype = DTYPES[point.precision]
+        key = (shape, dtype, cluster, repr(execution_of(point)))
         if key not in self._costs:
-            captured = self._capture(shape, point.precision)
-            model = CostModel(profile, point.precision, execution_of(point))
+            captured = self._capture(shape, dtype)
+            model = CostModel(profile, dtype, execution_of(point))
             self._costs[key] = ModelCosts(captured, model, lambda _: None)
         costs = self._costs[key]
         costs.regions = with_layers(costs.regions, point.layers)
@@ -169,15 +180,15 @@ def with_layers(regions: tuple[Region, ...], layers: int) -> tuple[Region, ...]:
     blocks = [region for region in regions if region.name.startswith("layers.")]
     first, last = regions.index(blocks[0]), regions.index(blocks[-1])
     assert len({block.class_id for block in blocks}) == 1 and len(blocks) >= TRACED_LAYERS
-    repeated = tuple(replace(blocks[0], name=f"layers.{i}") for i in range(layers))
-    return (*regions[:first], *repeated, *regions[last + 1 :])
+    later = tuple(replace(blocks[-1], name=f"layers.{i}") for i in range(1, layers))
+    return (*regions[:first], blocks[0], *later, *regions[last + 1 :])
 
 
 def published_cut(point: Point, costs: ModelCosts) -> Cut:
     """Where the published run cuts its stages, and what it recomputes."""
     ahead = next(i for i, region in enumerate(costs.regions) if region.name.startswith("layers."))
     counts = layers_of_stages(point)
-    ends = [ahead + sum(counts[: stage + 1]) for stage in range(point.pp)]
+    ends = [ahead + sum(counts[: stage + 1]) for stage in range(len(counts))]
     ends[-1] = len(costs.regions)
     recompute = [
         _recompute_of(point, region.name) if region.name.startswith("layers.") else "none"
@@ -189,7 +200,7 @@ def published_cut(point: Point, costs: ModelCosts) -> Cut:
 def layers_of_stages(point: Point) -> list[int]:
     """Blocks of each stage: even; where they do not divide, embedding and head count as a block each; where
     the source redistributes them for the output layer, by FLOPs."""
-    stages, layers = point.pp, point.layers
+    stages, layers = point.pp * point.vpp, point.layers
     if "redistributed" in point.schedule:
         return _balanced(point)
     if layers % stages == 0:

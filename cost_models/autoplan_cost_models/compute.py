@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 from autoplan.errors import BadProfileError
-from autoplan.hardware import AttentionRates, Curve, GemmRates, HardwareProfile
+from autoplan.hardware import AttentionRates, Curve, GemmRates, HardwareProfile, Quantity
 from autoplan_cost_models.execution import EAGER
 from autoplan_cost_models.kernel_table import Floats, KernelGroup, KernelTable, kernel_table
 from autoplan_cost_models.kernels import CONTRACTION_KINDS, Kernel, Operation
@@ -113,11 +113,16 @@ class Speeds:
         """Achieved FLOP/s of [m, k] x [k, n], at most the dtype's peak where that is known."""
         source, factor = self._gemm_source(dtype)
         curves = self._gemm_curves[source]
-        rate = factor * self.profile.sustained.value * np.ones_like(m)
+        rate = factor * self._sustained(source).value * np.ones_like(m)
         for size, curve in zip((m, n, k), curves):
             rate = rate * np.interp(np.log2(np.maximum(size, 1.0)), *curve)
         peak = self.profile.peak_flops.get(dtype)
         return np.minimum(rate, peak.value) if peak is not None else rate
+
+    def _sustained(self, dtype: str) -> Quantity:
+        """The share of a dtype's short-run rates that long runs keep; the first one named where it is not."""
+        shares = self.profile.sustained
+        return shares[dtype] if dtype in shares else next(iter(shares.values()))
 
     @cached_property
     def _gemm_curves(self) -> dict[str, tuple[tuple[Floats, Floats], ...]]:
@@ -146,8 +151,9 @@ class Speeds:
             return [f"{dtype} matrix product rate (from {source})"]
         rates: GemmRates = self.profile.gemm[source]
         tags = (rates.by_m.tag, rates.by_n.tag, rates.by_k.tag)
-        if self.profile.sustained.value < 1 and self.profile.sustained.tag == "estimated":
-            tags = (*tags, "estimated")
+        sustained = self._sustained(source)
+        if sustained.value < 1:
+            tags = (*tags, sustained.tag)
         return [f"{dtype} matrix product rate"] if "estimated" in tags else []
 
     @property

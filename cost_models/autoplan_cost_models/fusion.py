@@ -8,7 +8,7 @@ the rest again) and writes the gradients of what entered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -28,18 +28,28 @@ POINTWISE = frozenset(
 NORMS = frozenset(["layer_norm", "native_layer_norm", "rms_norm"])
 
 
-def fused(graph: fx.Graph, operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """The operations with every chain of pointwise ops as one kernel each way."""
+def fused(
+    graph: fx.Graph, operations: Sequence[Operation]
+) -> tuple[tuple[Operation, ...], dict[fx.Node, Hashable]]:
+    """The operations with every chain of pointwise ops as one kernel each way, and what each node is part of.
+
+    A chain reads a tensor once, and so do the linear layers of one input, which are one product: autograd
+    adds up one gradient for each.
+    """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     needing = differentiable_nodes(graph)
     kinds = {node: operation.kind for node, operation in zip(nodes, operations)}
     changed = dict(zip(nodes, operations))
-    for chain in _chains(nodes, kinds):
+    part_of: dict[fx.Node, Hashable] = {
+        node: ("linear", node.args[0]) for node in nodes if op_name(node) == "linear"
+    }
+    for number, chain in enumerate(_chains(nodes, kinds)):
+        part_of.update((node, number) for node in chain)
         for node in chain:
             changed[node] = replace(changed[node], forward=(), backward=())
         forward, backward = _kernels(chain, needing)
         changed[chain[-1]] = replace(changed[chain[-1]], forward=forward, backward=backward)
-    return (*changed.values(), *operations[len(nodes) :])
+    return tuple(changed.values()), part_of
 
 
 def _chains(nodes: Sequence[fx.Node], kinds: dict[fx.Node, str]) -> list[list[fx.Node]]:

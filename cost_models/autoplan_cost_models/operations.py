@@ -6,7 +6,7 @@ graph order, then the gradient sums autograd adds where a tensor has several use
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,8 @@ PURE_COLLECTIVES: dict[str, bool] = {
 }
 # Small kernels that work out where rows go, and about how often they read or write a number a row.
 ROUTING_LAUNCHES, ROUTING_PASSES = 16, 8
+LINEARS = frozenset(["linear", "addmm", "_grouped_mm"])
+LOSSES = frozenset(["cross_entropy_loss", "vocab_cross_entropy", "nll_loss_forward"])
 # Node names given to work that belongs to no node.
 GRADIENT_SUMS = "gradient sums"
 
@@ -56,10 +58,13 @@ def operations(graph: fx.GraphModule, execution: Execution = EAGER) -> tuple[Ope
     """
     needing = differentiable_nodes(graph.graph)
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    if any(op_name(node) in LOSSES for node in nodes):
+        execution = replace(execution, linear_dtype="")
     found = [_in_passes(node_operation(node, needing), node, needing, execution) for node in nodes]
+    part_of: dict[fx.Node, Hashable] = {}
     if execution.fuses_pointwise:
-        found = fused(graph.graph, found)
-    return (*found, _gradient_sums(graph.graph, needing))
+        found, part_of = fused(graph.graph, found)
+    return (*found, _gradient_sums(graph.graph, needing, part_of))
 
 
 def _in_passes(
@@ -67,6 +72,11 @@ def _in_passes(
 ) -> Operation:
     """The operation with the bytes per element of its first input that ``execution`` states for the op."""
     passes = execution.passes.get(op_name(node))
+    if operation.kind in ("gemm", "grouped_gemm") and op_name(node) in LINEARS and execution.linear_dtype:
+        forward, backward = (
+            _in_dtype(ks, execution.linear_dtype) for ks in (operation.forward, operation.backward)
+        )
+        return replace(operation, forward=forward, backward=backward)
     if passes is None:
         return operation
     elements = sum(tensor.numel() for tensor in outputs_of(node.all_input_nodes[0]))
@@ -89,6 +99,11 @@ def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
         elif op_name(node) == "route":
             forward = (Kernel("memory", "int", ROUTING_PASSES * node_bytes(node), launches=ROUTING_LAUNCHES),)
     return Operation(node.name, str(node.target), kind, forward, backward, calls_forward, calls_backward)
+
+
+def _in_dtype(kernels: tuple[Kernel, ...], dtype: str) -> tuple[Kernel, ...]:
+    """The same products in another dtype; its measured rates include the casts of what is multiplied."""
+    return tuple(replace(kernel, dtype=dtype) if kernel.flops else kernel for kernel in kernels)
 
 
 def _local_copies(
@@ -120,17 +135,20 @@ def _collective_calls(
     return tuple(forward), tuple(backward)
 
 
-def _gradient_sums(graph: fx.Graph, needing: frozenset[fx.Node]) -> Operation:
+def _gradient_sums(
+    graph: fx.Graph, needing: frozenset[fx.Node], part_of: Mapping[fx.Node, Hashable]
+) -> Operation:
     """Autograd adds the gradients of a tensor's users one by one: read two, write one, k - 1 times.
 
+    Users that are ``part_of`` one kernel count once, and not where the tensor never leaves that kernel.
     What a parameter's gradient is added to over micro-batches depends on ZeRO: see ``stage_time``.
     """
     kernels: list[Kernel] = []
     for node in graph.nodes:
         if node not in needing:
             continue
-        users = sum(1 for user in node.users if user in needing)
-        extra = users - 1
+        users = {part_of.get(user, user) for user in node.users if user in needing}
+        extra = len(users - {part_of.get(node, node)}) - 1
         if extra > 0 and op_name(node) != "getitem":
             traffic = 3.0 * node_bytes(node) * extra
             later = all(deferred_weight(user) is node for user in node.users)

@@ -7,12 +7,12 @@ FLOPs), by vector arithmetic alone, in well under a millisecond.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autoplan.hardware import HardwareProfile
-from autoplan_cost_models.collectives import Links, Span, overlap_adds_s, sent_bytes
+from autoplan_cost_models.collectives import OVERLAP_SLOWDOWN, Links, Span, overlap_adds_s, sent_bytes
 from autoplan_cost_models.compute import Speeds
 from autoplan_cost_models.execution import EAGER, Execution
 from autoplan_cost_models.kernel_table import Floats
@@ -115,6 +115,8 @@ class CostModel:
         seconds = self.speeds.seconds(table)
         backward = float(np.sum(seconds[table.is_backward]))
         collectives = self._collectives(work, steps, spans, seconds)
+        if self.execution.overlaps_tp:
+            collectives = tuple(_in_pieces(one, spans[one.axis].size) for one in collectives)
         again = {kind: float(np.sum(seconds[flags])) for kind, flags in work.run_again.items()}
         again["full"] += sum(one.again_s for one in collectives)
         rerun = self.execution.selective_reruns_products
@@ -175,3 +177,12 @@ class CostModel:
         for form in work.collectives:
             names.update(self.links.estimated(form.kind, spans[form.axis]))
         return tuple(sorted(names))
+
+
+def _in_pieces(cost: CollectiveCost, ranks: int) -> CollectiveCost:
+    """A tp collective in as many pieces as ranks beside its product: the first shows, the rest slow it."""
+    if cost.axis != "tp":
+        return cost
+    share = 1 / ranks + (OVERLAP_SLOWDOWN - 1) * (1 - 1 / ranks)
+    shown = (share * seconds for seconds in (cost.forward_s, cost.backward_s, cost.again_s))
+    return replace(cost, **dict(zip(("forward_s", "backward_s", "again_s"), shown)))
