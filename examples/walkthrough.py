@@ -75,9 +75,7 @@ def main() -> None:
         say(number, name, quote)
     fitting = {name: quote for name, quote in quotes.items() if quote.fits}
     best = min(fitting, key=lambda name: fitting[name].step_time_s, default=None)
-    print(
-        print(f"Fastest that fits: {best}. `autoplan search` tries products of them and proves its choice.")
-    )
+    print(f"Fastest that fits: {best}. `autoplan search` tries products of them and proves its choice.")
 
 
 def say(number: int, name: str, quote: Quote) -> None:
