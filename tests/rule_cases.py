@@ -263,6 +263,7 @@ CASES: tuple[Case, ...] = (
     Case(collectives.embed_piece, (r(2, 4), 1, "cp")),
     Case(collectives.all_to_all, (r(2, 4, 8, 6), 1, 2, "cp"), cuts=((0, 2, (4, 4)),)),
     Case(collectives.all_to_all, (r(2, 8, 4, 6), 2, 1, "cp"), cuts=((0, 1, (4, 4)), (OUT, 2, (4, 4)))),
+    Case(collectives.position_cross_entropy, (r(4, 6), ids(6, 4), -100, 0.1, "cp")),
     Case(ring.ring_attention, (*heads(), None, True, 0.5, True, "cp")),
     Case(ring.ring_attention, (*heads(), mask(2, 4, 4, 8), False, 0.5, False, "cp")),
     Case(ring.ring_attention, (r(2, 8, 4, 2), r(2, 4, 4, 2), r(2, 4, 4, 2), None, True, 0.5, True, "cp")),

@@ -11,12 +11,14 @@ from torch import fx
 from autoplan.capture import Capture
 from autoplan.plan import Layout, Mesh, ModelIdentity, Part, Plan, RegionPlan, Stage, Workload
 from autoplan.planner.boundaries import mark_dims, token_boundaries
+from autoplan.planner.context import Context, joined
 from autoplan.planner.layout import WHOLE, Boundary, LayoutSettings, choose_layout
 from autoplan.planner.layout_pricing import SEQUENCE_SETTINGS
 from autoplan.planner.space import Inside
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan_passes.experts import expert_layout
 from autoplan_passes.shard import dry_groups, shard_region
+from autoplan_passes.stages import capture_loss
 from autoplan_passes.states import State, parse_state
 
 
@@ -33,7 +35,7 @@ class FlatPrices:
 
 @dataclass
 class HandPlans:
-    """Plans of one capture; layouts are chosen once per (class, tp, ep)."""
+    """Plans of one capture; layouts are chosen once per class and way to cut."""
 
     capture: Capture
     name: str
@@ -53,16 +55,28 @@ class HandPlans:
             self.graphs[class_id] = region_graph(self.capture, region, self.batch)
         return self.graphs[class_id]
 
-    def boundary(self, region: Region, tp: int) -> Boundary:
+    def boundary(self, region: Region, inside: Inside) -> Boundary:
+        if not inside.sp:
+            return WHOLE
         kinds = mark_dims(self.capture, self.regions, self.graph, self.batch)
-        return token_boundaries(kinds, self.regions, self.graph, self.batch, tp)[region.class_id]
+        found = token_boundaries(kinds, self.regions, self.graph, self.batch, inside.tp, before=inside.cp)
+        return found[region.class_id]
+
+    def context(self, region: Region, inside: Inside) -> Layout:
+        """The layout on cp."""
+        if inside.cp == 1:
+            return Layout(region.class_id)
+        kinds = mark_dims(self.capture, self.regions, self.graph, self.batch)
+        shared = Context(kinds, self.regions, self.graph, self.batch, capture_loss(self.capture))
+        return shared.layout(region.class_id, inside.cp, inside.cp_kind, FlatPrices())
 
     def layout(self, region: Region, inside: Inside, pinned: Mapping[str, State]) -> Layout:
         key = (region.class_id, inside)
         if key not in self.layouts:
-            border = self.boundary(region, inside.tp) if inside.sp else WHOLE
-            experts = expert_layout(self.graph(region.class_id), inside.ep)
-            before = Layout("").replace_axis("ep", experts)
+            context = self.context(region, inside)
+            local = shard_region(self.graph(region.class_id), context)
+            experts = expert_layout(local, inside.ep)
+            before = joined(context, Layout("").replace_axis("ep", experts))
             graph = shard_region(self.graph(region.class_id), before)
             names = {n.meta["source"]: n.name for n in graph.graph.nodes if n.meta.get("kind") == "parameter"}
             held = {names[source]: state for source, state in pinned.items() if source in names}
@@ -72,11 +86,11 @@ class HandPlans:
                     inside.tp,
                     FlatPrices(),
                     pinned_parameters=held,
-                    region_class=region.class_id,
                     settings=SEQUENCE_SETTINGS if inside.sp else LayoutSettings(),
-                    boundary=border,
+                    boundary=self.boundary(region, inside),
                 )
-            self.layouts[key] = chosen.replace_axis("ep", experts)
+            placed = joined(before, chosen)
+            self.layouts[key] = replace(placed, region_class=region.class_id)
         return self.layouts[key]
 
     def plan(
@@ -87,6 +101,8 @@ class HandPlans:
         tp: int = 1,
         ep: int = 1,
         sp: bool = False,
+        cp: int = 1,
+        cp_kind: str = "ulysses",
         micro_batch: int = 2,
         recompute: Sequence[str] = ("none",),
         zero: int = 0,
@@ -98,7 +114,7 @@ class HandPlans:
         layouts: dict[str, Layout] = {}
         pinned: dict[str, State] = {}
         for region in reversed(self.regions):  # the head first: a tied table follows it
-            layout = self.layout(region, Inside(tp=tp, ep=ep, sp=sp), pinned)
+            layout = self.layout(region, Inside(tp, cp, ep, sp, cp_kind if cp > 1 else ""), pinned)
             layouts[region.class_id] = layout
             graph = region_graph(self.capture, region, self.capture.batch)
             for node in graph.graph.nodes:
@@ -113,13 +129,15 @@ class HandPlans:
         cuts = [len(entries) * i // (pp * vpp) for i in range(pp * vpp + 1)]
         stages = tuple(Stage(tuple(entries[a:b])) for a, b in pairwise(cuts))
         microbatches = self.global_batch // dp // micro_batch
-        part = Part("model", Mesh(pp, dp, tp, ep=ep), micro_batch, microbatches, schedule, zero, stages, vpp)
+        part = Part("model", Mesh(pp, dp, tp, cp, ep), micro_batch, microbatches, schedule, zero, stages, vpp)
         part = replace(part, zero_shard=zero_shard)
         return Plan(
             model=ModelIdentity(self.name, self.capture.source, self.capture.fingerprint, 0, 0),
             hardware="cpu",
             hardware_fingerprint="",
-            workload=Workload(pp * dp * tp, self.global_batch, self.capture.dtype, sizes=self.capture.sizes),
+            workload=Workload(
+                pp * dp * cp * tp, self.global_batch, self.capture.dtype, sizes=self.capture.sizes
+            ),
             parts=(part,),
             layouts=layouts,
         )

@@ -126,6 +126,16 @@ def test_sequence_parallelism(model: str, degrees: dict[str, Any]) -> None:
     assert any(state == "R*" for layout in layouts for state in layout.tp.parameters.values())
 
 
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+@pytest.mark.parametrize("model", ["llama_hf", "bert", "t5", "vlm"])
+def test_context_parallelism(model: str, kind: str) -> None:
+    """Tokens cut on an axis of their own: encoders, two lengths with attention across them, images in text.
+    (Small models in every product of axes: test_context.)"""
+    assert_parity(check(model, {"cp": 2, "cp_kind": kind}))
+    layouts = _made[model][0].plan(cp=2, cp_kind=kind).layouts.values()
+    assert any(state.endswith("(1)") for layout in layouts for state in layout.on("cp").inputs.values())
+
+
 FURTHER_SEQUENCES = {
     "replicas": {"dp": 2, "tp": 2},
     "ZeRO-3 of pieces": {"dp": 2, "tp": 2, "zero": 3},

@@ -99,7 +99,7 @@ def test_region_pins_reach_their_regions() -> None:
         ("zero=9", "ZeRO stages"),
         ("recompute=some", "none, selective, full"),
         ("layers.0:tp=2", "a region takes recompute="),
-        ("cp=2", "plans cp at 1 only"),
+        ("cp_kind=wheel", "expected one of ulysses, ring"),
     ],
 )
 def test_bad_pins_are_named(pin: str, says: str) -> None:

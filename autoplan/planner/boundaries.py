@@ -112,19 +112,21 @@ def token_boundaries(
     ways: int,
     *,
     before: int = 1,
+    zigzag: bool = False,
 ) -> dict[str, Boundary]:
     """For every region class: what gradients flow through crosses its boundary cut along its tokens.
 
     ``kinds`` come from :func:`mark_dims`; ``graph_of`` gives the whole graph of a class at micro-batch
     ``batch``. ``ways`` is the size of the axis; ``before`` how many ranks share the tokens already (earlier
-    axes).
+    axes). ``zigzag`` cuts them in that order.
     """
     slots = _Slots()
     crossing = {class_id: _crossing(graph_of(class_id)) for class_id in _classes(regions)}
     for region in regions:
         names = [*region.inputs, *region.outputs]
         for name, (side, position, node) in zip(names, crossing[region.class_id]):
-            state = None if node is None else _state(kinds[name], shape_of(node), batch, ways, before)
+            ranks = (ways, before)
+            state = None if node is None else _state(kinds[name], shape_of(node), batch, ranks, zigzag)
             slots.join(name, (region.class_id, side, position), state)
     return {class_id: _boundary(graph_of(class_id), class_id, slots) for class_id in _classes(regions)}
 
@@ -145,13 +147,16 @@ def _classes(regions: Sequence[Region]) -> list[str]:
     return list(dict.fromkeys(region.class_id for region in regions))
 
 
-def _state(kinds: Kinds, shape: Sequence[int], batch: int, ways: int, before: int) -> State | None:
-    """The cut of a tensor whose tokens earlier axes have divided by ``before``."""
-    cut = token_state(kinds, shape, batch, ways * before)
+def _state(
+    kinds: Kinds, shape: Sequence[int], batch: int, ranks: tuple[int, int], zigzag: bool
+) -> State | None:
+    """The cut of a tensor over ``ranks[0]``, whose tokens earlier axes have divided by ``ranks[1]``."""
+    ways, before = ranks
+    cut = token_state(kinds, shape, batch, ways * before, zigzag)
     if cut is None or before == 1:
         return cut
     local = [n // before if d == cut.dim else n for d, n in enumerate(shape)]
-    return token_state(kinds, local, batch, ways)
+    return token_state(kinds, local, batch, ways, zigzag)
 
 
 def _boundary(graph: fx.GraphModule, class_id: str, slots: _Slots) -> Boundary:

@@ -23,6 +23,7 @@ from autoplan.capture.source import ModelSource
 from autoplan.errors import BadInputError, InfeasibleError
 from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.plan import Certificate, ModelIdentity, Plan, Workload
+from autoplan.planner.context_space import context_options
 from autoplan.planner.infeasible import infeasible_message
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Pricing
@@ -240,6 +241,7 @@ class Finder:
             raise BadInputError(_tp_message(pins.tp, self.costs, degrees, most))
         sharing = [tp for tp in degrees if tp > 1 and pins.sp != 0 and self.costs.cuts_tokens(tp)]
         pins, sizes = runnable(self.capture, pins, batch)
+        contexts = context_options(self.costs, devices, batch, degrees, pins)
         try:
             return candidates(
                 devices,
@@ -249,6 +251,7 @@ class Finder:
                 pins,
                 micro_batches=sizes,
                 sp_degrees=sharing,
+                contexts=contexts,
             )
         except BadInputError as error:
             if not self.capture.coupled_at:

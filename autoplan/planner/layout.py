@@ -55,7 +55,7 @@ __all__ = [
 class Boundary:
     """States in which a region's inputs (by placeholder name) and outputs (by position) cross its boundary.
 
-    Those not named are R. Only S may be named, of tensors through which gradients flow.
+    Those not named are R. S and P may be named, of tensors through which gradients flow.
     """
 
     inputs: Mapping[str, State] = field(default_factory=dict[str, State])
@@ -298,8 +298,8 @@ class Builder:
         ]
         sent = list(self.sent_by(chosen))
         rules = {n.name: str(r) for n, r in chosen.items() if n.op == "call_function" and _is_special(r)}
-        inputs = {name: str(state) for name, state in self.boundary.inputs.items() if state.is_shard}
-        outputs = {str(i): str(state) for i, state in self.boundary.outputs.items() if state.is_shard}
+        inputs = {name: str(state) for name, state in self.boundary.inputs.items() if state != REPLICATE}
+        outputs = {str(i): str(state) for i, state in self.boundary.outputs.items() if state != REPLICATE}
         return Layout(
             region_class="",
             axes={self.axis: AxisLayout(self.size, parameters, rules, inputs, outputs)},

@@ -18,12 +18,14 @@ from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError
 from autoplan.plan import Layout
 from autoplan.planner.boundaries import mark_dims, token_boundaries
+from autoplan.planner.context import Context, joined
 from autoplan.planner.layout import WHOLE, Boundary, LayoutSettings, attention_heads, choose_layout
 from autoplan.planner.layout_pricing import SEQUENCE_SETTINGS
 from autoplan.planner.space import ALONE, Inside
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
 from autoplan_passes.shard import dry_groups, shard_region
+from autoplan_passes.stages import capture_loss
 from autoplan_passes.states import State, parse_state
 
 
@@ -55,10 +57,13 @@ class ModelCosts:
         self._pinned: dict[tuple[str, Inside], State] = {}
         self._costs: dict[tuple[str, Inside, int], RegionCost] = {}
         self._exact: dict[tuple[str, Inside, int], RegionWork] = {}
-        self._boundaries: dict[int, dict[str, Boundary]] = {}
+        self._boundaries: dict[tuple[int, int], dict[str, Boundary]] = {}
         # A layout is chosen for two samples, where dims that merge samples with tokens show it.
         self._batch = max(2, capture.batch) if capture.batch_form.known else capture.batch
         self._kinds = mark_dims(capture, self.regions, self._base_graph, self._batch)
+        self.context = Context(
+            self._kinds, self.regions, self._base_graph, self._batch, capture_loss(capture)
+        )
 
     def repriced(self, cost_model: CostModel) -> ModelCosts:
         """The same layouts and measured work at other prices."""
@@ -79,14 +84,14 @@ class ModelCosts:
         """What crosses the class's boundary on tp: cut along its tokens under sequence parallelism."""
         if not inside.sp:
             return WHOLE
-        return self._boundaries_at(inside.tp)[class_id]
+        return self._boundaries_at(inside.tp, inside.cp)[class_id]
 
-    def _boundaries_at(self, tp: int) -> dict[str, Boundary]:
-        if tp not in self._boundaries:
-            self._boundaries[tp] = token_boundaries(
-                self._kinds, self.regions, self._base_graph, self._batch, tp
+    def _boundaries_at(self, tp: int, cp: int = 1) -> dict[str, Boundary]:
+        if (tp, cp) not in self._boundaries:
+            self._boundaries[tp, cp] = token_boundaries(
+                self._kinds, self.regions, self._base_graph, self._batch, tp, before=cp
             )
-        return self._boundaries[tp]
+        return self._boundaries[tp, cp]
 
     def cuts_tokens(self, tp: int) -> bool:
         """Whether some tensor between regions has tokens that ``tp`` ranks can share."""
@@ -153,7 +158,7 @@ class ModelCosts:
         )
 
     def _measure(self, class_id: str, inside: Inside) -> Measured:
-        base = self._base_graph(class_id)
+        context, base = self._on_cp(class_id, inside)
         prices = self.cost_model.layout_prices(inside.spans["tp"])
         pinned = {
             node.name: self._pinned[node.meta["source"], inside]
@@ -168,13 +173,22 @@ class ModelCosts:
             settings=SEQUENCE_SETTINGS if inside.sp else LayoutSettings(),
             boundary=self._boundary(class_id, inside),
         )
-        layout = replace(layout, region_class=self.names[class_id])
+        layout = replace(joined(context, layout), region_class=self.names[class_id])
         for node in base.graph.nodes:
             if node.op == "placeholder" and node.meta["source"] in self._tied:
                 state = parse_state(layout.tp.parameters.get(node.name, "R"))
                 self._pinned[node.meta["source"], inside] = state
         whole = self.measured(class_id, ALONE).work if inside != ALONE else None
         return Measured(layout, self._work(class_id, layout, whole))
+
+    def _on_cp(self, class_id: str, inside: Inside) -> tuple[Layout, fx.GraphModule]:
+        """The class's layout on cp, and the local graph that it leaves to tp."""
+        whole = self._base_graph(class_id)
+        if inside.cp == 1:
+            return Layout(self.names[class_id]), whole
+        prices = self.cost_model.layout_prices(inside.spans["cp"])
+        layout = self.context.layout(class_id, inside.cp, inside.cp_kind, prices)
+        return layout, shard_region(whole, layout)
 
     def _work_at(self, class_id: str, inside: Inside, micro_batch: int) -> RegionWork:
         """The work from which one micro-batch is priced: measured there where samples are paired with one
@@ -221,13 +235,14 @@ class ModelCosts:
 
 
 def inside_text(inside: Inside) -> str:
-    """``tp=8 sp cp=2``: the axes that are used."""
+    """``tp=8 cp=2 ring sp``: the axes that are used."""
     degrees = [
         f"{axis}={size}"
         for axis, size in (("tp", inside.tp), ("cp", inside.cp), ("ep", inside.ep))
         if size > 1
     ]
-    return " ".join([*degrees, *(["sp"] if inside.sp else [])]) or "one device"
+    words = (*degrees, inside.cp_kind, "sp" if inside.sp else "")
+    return " ".join(word for word in words if word) or "one device"
 
 
 def _class_names(classes: dict[str, Region]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from autoplan.errors import BadInputError
@@ -19,13 +19,19 @@ from autoplan_cost_models.collectives import Span
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ZERO_STAGES = (0, 3)
 SCHEDULES = ("1f1b",)
+CP_KINDS = ("ulysses", "ring")
 MOST = 2**20  # devices of a cluster, samples of a batch: more is a slip of the keyboard
-LATER_AXES = ("cp", "ep", "vpp")
+LATER_AXES = ("ep", "vpp")
 SPACE = (
     "dp x tp x pp over all devices (tp inside a node, with and without sequence parallelism), "
+    "cp for long samples (by heads or round a ring, as attention takes less time), "
     "micro-batch 1-32, ZeRO 0 and 3, "
     "recompute none/selective/full per region, uneven stages, 1F1B"
 )
+
+
+# tp -> cp -> how attention may run on cp.
+Contexts = Mapping[int, Mapping[int, Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class Pins:
     pp: int | None = None
     dp: int | None = None
     sp: int | None = None
+    cp: int | None = None
+    cp_kind: str | None = None
     micro_batch: int | None = None
     zero: int | None = None
     recompute: str | None = None
@@ -135,6 +143,8 @@ def _plain_value(text: str, key: str, value: str) -> int | str:
         return _choice(text, value, RECOMPUTE)
     if key == "schedule":
         return _choice(text, value, SCHEDULES)
+    if key == "cp_kind":
+        return _choice(text, value, CP_KINDS)
     if key == "sp":
         return int(_choice(text, value, ("0", "1")))
     if not value.isdigit() or (int(value) == 0 and key != "zero"):
@@ -189,23 +199,27 @@ def candidates(
     *,
     micro_batches: Sequence[int] = MICRO_BATCHES,
     sp_degrees: Collection[int] = (),
+    contexts: Contexts | None = None,
 ) -> list[Candidate]:
     """Every legal combination; raises BadInputError naming the pin or batch that leaves none.
 
-    ``sp_degrees`` are the tp degrees that can share the tokens of activations.
+    ``sp_degrees`` are the tp degrees that can share the tokens of activations; ``contexts`` the cp degrees
+    beside each, with how attention runs on them.
     """
+    contexts = contexts or {}
     if pins.sp:
         tp_degrees = _sharing(tp_degrees, sp_degrees, pins)
-    meshes = list(_meshes(devices, tp_degrees, max_stages, pins))
+    meshes = list(_meshes(devices, tp_degrees, max_stages, pins, contexts))
     if not meshes:
         raise BadInputError(_no_mesh_message(devices, tp_degrees, max_stages, pins))
     found = [
-        Candidate(mesh, size, global_batch // (mesh.dp * size), zero, sp=sp)
+        Candidate(mesh, size, global_batch // (mesh.dp * size), zero, sp=sp, cp_kind=kind)
         for mesh in meshes
         for size in _micro_batches(global_batch, mesh.dp, pins, micro_batches)
         for zero in ((pins.zero,) if pins.zero is not None else ZERO_STAGES)
-        if not (zero and mesh.dp == 1 and pins.zero is None)
-        for sp in _sharings(mesh.tp in sp_degrees, pins)
+        if not (zero and mesh.replicas == 1 and pins.zero is None)
+        for kind in (contexts[mesh.tp][mesh.cp] if mesh.cp > 1 else ("",))
+        for sp in _sharings(mesh.tp in sp_degrees, pins)[-1 if mesh.cp > 1 else 0 :]
     ]
     if not found:
         raise BadInputError(_no_batch_message(global_batch, meshes, pins.micro_batch or min(micro_batches)))
@@ -232,14 +246,17 @@ def _sharings(possible: bool, pins: Pins) -> tuple[bool, ...]:
     return (False, True) if possible else (False,)
 
 
-def _meshes(devices: int, tp_degrees: Sequence[int], max_stages: int, pins: Pins) -> Iterator[Mesh]:
-    for tp in tp_degrees:
-        if (pins.tp and tp != pins.tp) or devices % tp:
+def _meshes(
+    devices: int, tp_degrees: Sequence[int], max_stages: int, pins: Pins, contexts: Contexts
+) -> Iterator[Mesh]:
+    insides = [(tp, cp) for tp in tp_degrees for cp in (1, *contexts.get(tp, ()))]
+    for tp, cp in insides:
+        if (pins.tp and tp != pins.tp) or (pins.cp and cp != pins.cp) or devices % (tp * cp):
             continue
-        for pp in divisors(devices // tp):
-            dp = devices // tp // pp
+        for pp in divisors(devices // tp // cp):
+            dp = devices // tp // cp // pp
             if pp <= max_stages and (not pins.pp or pp == pins.pp) and (not pins.dp or dp == pins.dp):
-                yield Mesh(pp, dp, tp)
+                yield Mesh(pp, dp, tp, cp)
 
 
 def _micro_batches(global_batch: int, dp: int, pins: Pins, allowed: Sequence[int]) -> list[int]:
@@ -251,20 +268,23 @@ def _micro_batches(global_batch: int, dp: int, pins: Pins, allowed: Sequence[int
 
 
 def _no_mesh_message(devices: int, tp_degrees: Sequence[int], max_stages: int, pins: Pins) -> str:
-    pinned = " ".join(f"{k}={v}" for k, v in (("pp", pins.pp), ("dp", pins.dp), ("tp", pins.tp)) if v)
+    axes = (("pp", pins.pp), ("dp", pins.dp), ("cp", pins.cp), ("tp", pins.tp))
+    pinned = " ".join(f"{axis}={size}" for axis, size in axes if size)
     if pins.tp and pins.tp not in tp_degrees:
         valid = ", ".join(map(str, tp_degrees))
         return f"--pin tp={pins.tp}: the model allows tp degrees {valid}. Type `--pin tp={tp_degrees[-1]}`."
     if pins.pp and pins.pp > max_stages:
         return f"--pin pp={pins.pp}: the model has {max_stages} regions, so pp is at most {max_stages}."
-    product = (pins.pp or 1) * (pins.dp or 1) * (pins.tp or 1)
+    product = math.prod(size or 1 for _, size in axes)
     near = product * max(1, round(devices / product))
     if pins.dp:  # tp and pp alone are left to fill the devices
         degrees = [pins.tp] if pins.tp else tp_degrees
         stages = [pins.pp] if pins.pp else range(1, max_stages + 1)
-        near = min((pins.dp * tp * pp for tp in degrees for pp in stages), key=lambda n: abs(n - devices))
+        fixed = pins.dp * (pins.cp or 1)
+        near = min((fixed * tp * pp for tp in degrees for pp in stages), key=lambda n: abs(n - devices))
+    product_axes = " x ".join(axis for axis, size in axes if axis != "cp" or size)
     return (
-        f"no mesh of {devices} devices has {pinned or 'legal degrees'}: pp x dp x tp must equal {devices}"
+        f"no mesh of {devices} devices has {pinned or 'legal degrees'}: {product_axes} must equal {devices}"
         f"{f', and the pins make a multiple of {product}' if product > 1 else ''}. "
         f"Type `--devices {near}` or change a pin."
     )

@@ -111,7 +111,7 @@ class Checker:
         self.batch_size = global_batch(single_part(self.plan))
         self.batch = loaded.example_inputs(self.batch_size, **self.plan.workload.sizes)
         self._references: dict[int, Measured] = {}
-        self._plain_runs: dict[Part, Measured] = {}
+        self._plain_runs: dict[tuple[Part, str], Measured] = {}
         self._captures: dict[int, tuple[Capture, tuple[Region, ...]]] = {}
         self._use(self.dtype)
 
@@ -253,7 +253,7 @@ class Checker:
             self._note("bits are compared with the traced program in one process: tracing changed a kernel")
             alone = self.prepare(on_one_stage(program.plan))
             return same_bits(run, run_ranks(1, self._body(alone), timeout_s=self.timeout_s)[0], left_out)
-        key = without_recompute(part)
+        key = (without_recompute(part), repr(program.plan.layouts))
         if recompute_name(part) == "none":
             self._plain_runs[key] = run
             return None

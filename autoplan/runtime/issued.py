@@ -18,7 +18,8 @@ from torch import fx
 from autoplan.plan import Mesh
 from autoplan_codegen.stage import GraphKey
 from autoplan_passes.candidates import find_differentiable
-from autoplan_passes.shard import REGION_AXES, dry_group, find_fake_mode
+from autoplan_passes.local_ops import find_fake_mode
+from autoplan_passes.shard import REGION_AXES, dry_group
 from autoplan_passes.stages import RegionCall, StageProgram
 from autoplan_passes.transitions import move_of
 

@@ -145,10 +145,14 @@ class ParallelModel:
     def _share(
         self, pieces: list[dict[str, torch.Tensor]], weights: list[float]
     ) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
-        """The micro-batches of this replica, on its device, and their weights."""
-        count = self.program.part.microbatches
+        """The micro-batches of this replica, on its device, and their weights.
+
+        On cp each rank has a part of a loss that is their sum, and the mean over replicas divides by cp.
+        """
+        count, cp = self.program.part.microbatches, self.ranks.shape.cp
         own = slice(self.ranks.dp * count, (self.ranks.dp + 1) * count)
-        return [to_device(piece, self.program, self.ranks.device) for piece in pieces[own]], weights[own]
+        mine = [to_device(piece, self.program, self.ranks.device) for piece in pieces[own]]
+        return mine, [cp * weight for weight in weights[own]]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the user's model, each once."""

@@ -20,9 +20,7 @@ class StepRandomness:
     def __init__(self, ranks: Ranks) -> None:
         self.alone = ranks.shape.devices == 1
         self.devices = [ranks.device] if ranks.device.type != "cpu" else []
-        self.seed: int | None = (
-            torch.initial_seed() + 7919 * (ranks.pp * ranks.shape.replicas + ranks.replica)
-        ) % 2**63
+        self.seed: int | None = (torch.initial_seed() + 7919 * (ranks.pp * ranks.shape.dp + ranks.dp)) % 2**63
         self.states: list[torch.Tensor] = []
 
     @contextlib.contextmanager

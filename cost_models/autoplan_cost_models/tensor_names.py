@@ -15,6 +15,7 @@ LOSSES = (
     "cross_entropy_loss",
     "vocab_cross_entropy",
     "position_cross_entropy",
+    "vocab_position_cross_entropy",
     "nll_loss",
     "nll_loss_nd",
     "nll_loss_forward",

@@ -120,6 +120,7 @@ LINEAR = frozenset(
 # Passes over the input-sized tensors that one op takes beyond reading inputs and writing outputs.
 EXTRA_FORWARD_PASSES = {
     "cross_entropy_loss": 2.0,
+    "position_cross_entropy": 2.0,
     "layer_norm": 1.0,
     "native_layer_norm": 1.0,
     "rms_norm": 1.0,
@@ -130,7 +131,13 @@ EXTRA_FORWARD_PASSES = {
 }
 # cross_entropy_loss backward: write the gradient of the log-probabilities, read it and the saved
 # log-probabilities, write the gradient of the logits (4 passes); the default is 2 or 3 an input.
-BACKWARD_PASSES = {"cross_entropy_loss": 5.0, "softmax": 3.0, "_softmax": 3.0, "log_softmax": 3.0}
+BACKWARD_PASSES = {
+    "cross_entropy_loss": 5.0,
+    "position_cross_entropy": 5.0,
+    "softmax": 3.0,
+    "_softmax": 3.0,
+    "log_softmax": 3.0,
+}
 SEVERAL_LAUNCHES = {"cross_entropy_loss": 2, "sort": 3, "topk": 2, "layer_norm": 1, "index_put": 2}
 
 

@@ -7,6 +7,7 @@ model stores.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from torch import fx
 
@@ -24,14 +25,34 @@ BETWEEN = 8
 
 def attention_heads(graph: fx.GraphModule) -> list[tuple[fx.Node, int, int]]:
     """(node, query heads, key-value heads) of every attention op, fused or written as two products."""
-    found: list[tuple[fx.Node, int, int]] = []
-    for node in graph.graph.nodes:
+    return [(node, query_heads, _stored_heads(key)) for node, query_heads, key in _attention(graph.graph)]
+
+
+def attention_outputs(graph: fx.Graph) -> list[fx.Node]:
+    """The attention ops, or the softmax of those written by hand: their dim -3 counts query heads."""
+    return [node for node, _, _ in _attention(graph)]
+
+
+def is_causal(graph: fx.Graph) -> bool:
+    """Whether some attention op of the graph sees earlier positions alone."""
+    fused = (node for node, _, _ in _attention(graph) if op_name(node) == ATTENTION)
+    return any(Call(node).arguments["is_causal"] for node in fused)
+
+
+def _attention(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, fx.Node]]:
+    """(op or softmax, query heads, keys) of every attention."""
+    for node in graph.nodes:
         if op_name(node) == ATTENTION and len(shape_of(node)) > 3:
             query, key = Call(node).tensors[:2]
-            found.append((node, shape_of(query)[-3], _stored_heads(key)))
+            yield node, shape_of(query)[-3], key
         elif op_name(node) in SOFTMAX and (product := _scores(node)) is not None:
-            found.append((node, shape_of(node)[-3], _stored_heads(Call(product).tensors[1])))
-    return found
+            yield node, shape_of(node)[-3], Call(product).tensors[1]
+
+
+def head_degrees(query_heads: int, key_heads: int) -> tuple[int, ...]:
+    """The degrees that attention may be cut by along heads; fewer kv heads than ranks are repeated."""
+    divisors = (n for n in range(1, query_heads + 1) if query_heads % n == 0)
+    return tuple(n for n in divisors if key_heads % n == 0 or n % key_heads == 0)
 
 
 def tp_degrees(graph: fx.GraphModule) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from autoplan_passes.attention import attention_outputs
 from autoplan_passes.calls import Call, is_tensor, op_name, shape_of
 from autoplan_passes.dim_kinds import (
     BATCH,
@@ -38,8 +39,8 @@ MAX_SWEEPS = 8
 @dataclass(frozen=True)
 class Cutting:
     """Which dims an axis may cut: those of parameters and what they make (``features``), the tokens of each
-    sample (``tokens``, in ``zigzag`` or straight), the samples of a micro-batch (``batch``). With
-    ``ring`` attention may pass keys and values round the axis.
+    sample (``tokens``, in ``zigzag`` or straight), the samples of a micro-batch (``batch``), the ``heads`` of
+    attention. With ``ring`` attention may pass keys and values round the axis.
 
     Parameters are stored whole along tokens and samples, and altogether where features are not cut.
     """
@@ -49,11 +50,12 @@ class Cutting:
     batch: bool = False
     zigzag: bool = False
     ring: bool = False
+    heads: bool = False
 
     def allows(self, kind: str) -> bool:
         """Whether an atom of this kind may be cut; merged samples and tokens follow what was cut of them."""
         allowed = {BATCH: self.batch, TOKEN: self.tokens, TOKENS: self.tokens or self.batch}
-        return allowed.get(kind, self.features)
+        return allowed.get(kind, self.features or self.heads)
 
 
 FEATURES = Cutting()
@@ -79,6 +81,8 @@ def find_facts(
             spread.add_all(node, (shard(d) for d in range(len(shape_of(node)))))
         elif not is_parameter and node in active:
             spread.add_all(node, spread.counted_cuts(node))
+    for node in attention_outputs(graph) if cutting.heads else ():
+        spread.add_all(node, [shard(len(shape_of(node)) - 3)])
     for node, state in (seeds or {}).items():
         spread.add_all(node, [state] if state.is_shard else [])
     spread.run()
@@ -184,18 +188,28 @@ class _Spread:
             and self.cutting.allows(atoms.get(cut[0], FEATURE))
         }
         for cut in found:
+            of_features = atoms.get(cut[0], FEATURE) == FEATURE
             for i, tensor in tensors:
                 state = place(form, i, cut)
-                if state is not None:
-                    self.add_all(tensor, [state])
-                    if atoms.get(cut[0], FEATURE) != FEATURE:
-                        self.lent.setdefault(tensor, set()).add(state)
+                if state is None or (of_features and self._stays_whole(tensor)):
+                    continue
+                self.add_all(tensor, [state])
+                if not of_features:
+                    self.lent.setdefault(tensor, set()).add(state)
         self._spread_grouped_heads(form, call)
         self._spread_parts(form, call)
 
+    def _stays_whole(self, tensor: fx.Node) -> bool:
+        """Parameters of an axis that cuts no features: heads alone are moved, not made in pieces."""
+        return not self.cutting.features and tensor.meta.get("kind") == "parameter"
+
     def _spread_grouped_heads(self, form: Form, call: Call) -> None:
-        """Too few kv heads to cut: query heads may be cut inside every group of them."""
+        """Too few kv heads to cut: query heads may be cut inside every group of them, or one kv head be
+        repeated for several ranks."""
         kv, group = form.sizes.get("kv", 1), form.sizes.get("group", 1)
+        if self.cutting.heads and group > 1 and kv < self.size and self.size % kv == 0:
+            for tensor in (call.tensors[0], call.node):
+                self.add_all(tensor, [shard(len(shape_of(tensor)) - 3)])
         if group > 1 and kv % self.size and group % self.size == 0:
             state = place(form, 0, ("group", (), False))
             self.add_all(call.tensors[0], [state] if state else [])

@@ -298,6 +298,15 @@ def position_cross_entropy(
     return total / _all_reduce((target != ignore_index).sum(), axis)
 
 
+def vocab_position_cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, positions: str, axis: str
+) -> Tensor:
+    """Mean cross-entropy of logits cut along positions on one axis, along classes on another: a partial sum
+    on the first, the same on all ranks of the second."""
+    total = vocab_cross_entropy(logits, target, 2, ignore_index, smoothing, axis)
+    return total / _all_reduce((target != ignore_index).sum(), positions)
+
+
 def sliced_dropout(
     x: Tensor, p: float, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,10 @@ def _position_entropy_arguments(call: Call, _output: State, axis: str) -> tuple[
     return (*(call.arguments[name] for name in names), axis)
 
 
+def _vocab_position_arguments(call: Call, _output: State, axis: str) -> tuple[Any, ...]:
+    return (*call.arguments.values(), axis)
+
+
 def _one_count_sent(_call: Call) -> tuple[Sent, ...]:
     return (("all_reduce", "none", 8.0, 0.0),)
 
@@ -97,6 +101,9 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     ),
     "position_cross_entropy": Implementation(
         collectives.position_cross_entropy, _position_entropy_arguments, _one_count_sent
+    ),
+    "vocab_position_cross_entropy": Implementation(
+        collectives.vocab_position_cross_entropy, _vocab_position_arguments, _cross_entropy_sent
     ),
     "sliced_dropout": Implementation(collectives.sliced_dropout, _dropout_arguments, _nothing_sent),
     "ring_attention": Implementation(ring.ring_attention, _ring_arguments, _ring_sent),

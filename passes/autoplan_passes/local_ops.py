@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoplan.errors import BadPlanError
 from autoplan_passes import collectives
@@ -139,3 +140,11 @@ def propagate(node: fx.Node) -> fx.Node:
 
 def _value(node: fx.Node) -> Any:
     return node.meta["val"]
+
+
+def find_fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode of the graph's own fake tensors; a new one where it has none."""
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            return node.meta["val"].fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoplan.errors import BadPlanError
 from autoplan.plan import NO_AXIS, AxisLayout, Layout
@@ -23,9 +22,10 @@ from autoplan_passes.conversions import Conversion, chains
 from autoplan_passes.dispatch import DryExperts
 from autoplan_passes.experts import Routes, chain_ends, chain_experts
 from autoplan_passes.implementations import implementation_sends
-from autoplan_passes.local_ops import local_call, propagate
+from autoplan_passes.local_ops import find_fake_mode, local_call, propagate
 from autoplan_passes.placements import place_on
 from autoplan_passes.rules import Rule
+from autoplan_passes.shifted_loss import keep_all_positions
 from autoplan_passes.states import REPLICATE, State, is_at_experts, local_shape, parse_state
 
 # The axes inside a region, in the order in which they are applied.
@@ -120,7 +120,7 @@ def shard_region(
     ``steps``, where given, receives what was done on each axis, for the type check.
     """
     used = [axis for axis in REGION_AXES if layout.on(axis).size > 1]
-    local = graph
+    local = keep_all_positions(graph) if "cp" in used else graph
     with dry_groups(layout):  # what one axis inserts is run again on the next
         for axis in used or ["tp"]:
             placed = layout.on(axis) if used else NO_AXIS
@@ -319,11 +319,3 @@ def tensor_bytes(node: fx.Node) -> int:
     value = node.meta["val"]
     tensors = [value] if isinstance(value, torch.Tensor) else value
     return sum(v.numel() * v.element_size() for v in tensors if isinstance(v, torch.Tensor))
-
-
-def find_fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    """The mode of the graph's own fake tensors; a new one where it has none."""
-    for node in graph.nodes:
-        if isinstance(node.meta.get("val"), FakeTensor):
-            return node.meta["val"].fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)

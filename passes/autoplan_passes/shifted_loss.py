@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from autoplan_passes.calls import Call, op_name, shape_of
-from autoplan_passes.local_ops import propagate, set_arguments
-from autoplan_passes.shard import find_fake_mode
+from autoplan_passes.local_ops import find_fake_mode, propagate, set_arguments
 from autoplan_passes.table_dims import piece_of_slice
 
 VIEWS = {"aten.view": "size", "aten._unsafe_view": "size", "aten.reshape": "shape", "aten.flatten": ""}

@@ -179,6 +179,11 @@ def _cut_classes(call: Call, _size: int) -> Iterable[Choice]:
     return [Choice((shard(1), REPLICATE), REPLICATE, "vocab_cross_entropy")] if plain else []
 
 
+def _cut_classes_of_positions(_call: Call, _size: int) -> Iterable[Choice]:
+    """A loss over positions that an earlier axis cuts: logits cut along the classes."""
+    return [Choice((shard(1), REPLICATE), REPLICATE, "vocab_position_cross_entropy")]
+
+
 def _mean_square_form(call: Call) -> Form | None:
     """A loss over all elements: averaged, summed, or left elementwise."""
     if call.shapes[0] != call.shapes[1]:
@@ -210,6 +215,7 @@ ROWS: Mapping[str, Row] = {
     "aten.cross_entropy_loss": Row(
         _cross_entropy_form, special=_cut_classes, cut_implementation=_cross_entropy_parts
     ),
+    "position_cross_entropy": Row(None, special=_cut_classes_of_positions),
     "aten.mse_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
     "aten.l1_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
 }

@@ -17,7 +17,8 @@ from torch import fx
 
 from autoplan_passes.calls import output_nodes
 from autoplan_passes.faults import fault_at, quiet
-from autoplan_passes.shard import dry_group, find_fake_mode
+from autoplan_passes.local_ops import find_fake_mode
+from autoplan_passes.shard import dry_group
 from autoplan_passes.states import REPLICATE, State
 from autoplan_passes.transitions import Move
 from autoplan_passes.typecheck_forward import Borders, Forward, Step, fitted
