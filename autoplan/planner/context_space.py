@@ -15,7 +15,7 @@ from autoplan.planner.space import CP_KINDS, Contexts, Inside, Pins
 
 # Fewer tokens than this a rank keep neither its products nor its links busy (thousands of tokens to fill a
 # chip's matrix units: see the m of the measured product rates).
-LEAST_TOKENS = 4096
+LEAST_TOKENS = 8192
 # Where the batch has fewer samples than there are groups of ranks, idle ones would be the alternative.
 LEAST_TOKENS_OF_FEW_SAMPLES = 1024
 
