@@ -24,6 +24,7 @@ from autoplan.errors import BadInputError, InfeasibleError
 from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.plan import Certificate, ModelIdentity, Plan, Workload
 from autoplan.planner.context_space import context_options
+from autoplan.planner.expert_space import with_experts
 from autoplan.planner.infeasible import infeasible_message
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Pricing
@@ -243,7 +244,7 @@ class Finder:
         pins, sizes = runnable(self.capture, pins, batch)
         contexts = context_options(self.costs, devices, batch, degrees, pins)
         try:
-            return candidates(
+            found = candidates(
                 devices,
                 batch,
                 degrees,
@@ -253,6 +254,7 @@ class Finder:
                 sp_degrees=sharing,
                 contexts=contexts,
             )
+            return with_experts(found, self.costs.expert_degrees, pins)
         except BadInputError as error:
             if not self.capture.coupled_at:
                 raise

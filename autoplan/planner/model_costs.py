@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -21,9 +23,11 @@ from autoplan.planner.boundaries import mark_dims, token_boundaries
 from autoplan.planner.context import Context, joined
 from autoplan.planner.layout import WHOLE, Boundary, LayoutSettings, attention_heads, choose_layout
 from autoplan.planner.layout_pricing import SEQUENCE_SETTINGS
-from autoplan.planner.space import ALONE, Inside
+from autoplan.planner.space import ALONE, Inside, divisors
 from autoplan.regions import Region, find_regions, region_graph
+from autoplan_cost_models.between import work_between
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
+from autoplan_passes.experts import expert_layout, find_expert_chains
 from autoplan_passes.shard import dry_groups, shard_region
 from autoplan_passes.stages import capture_loss
 from autoplan_passes.states import State, parse_state
@@ -110,14 +114,32 @@ class ModelCosts:
         heads = [count for _, q, kv in self.heads() for count in (q, kv)]
         return [t for t in range(1, most + 1) if all(count % t == 0 for count in heads)]
 
+    @cached_property
+    def expert_degrees(self) -> list[int]:
+        """Degrees that divide the experts of every region class that has some; 1 alone where none has."""
+        experts = [size for sizes in self._experts.values() for size in sizes]
+        return divisors(math.gcd(*experts)) if experts else [1]
+
+    @cached_property
+    def _experts(self) -> dict[str, list[int]]:
+        """How many experts each chain of a class has, for the classes that have any."""
+        chains = {c: find_expert_chains(self._base_graph(c).graph) for c in self.classes}
+        return {c: [chain.experts for chain in found] for c, found in chains.items() if found}
+
+    def _own(self, class_id: str, inside: Inside) -> Inside:
+        """A class without experts is the same at every ep."""
+        return inside if class_id in self._experts else replace(inside, ep=1)
+
     def measured(self, class_id: str, inside: Inside) -> Measured:
         """The class's best layout under ``inside`` and its measured work."""
+        inside = self._own(class_id, inside)
         if (class_id, inside) not in self._measured:
             with self._timed():
                 for other in self._order(class_id):
                     if (other, inside) not in self._measured:
                         self._say(f"choosing the layout of {self.names[other]} for {inside_text(inside)}")
-                        self._measured[other, inside] = self._measure(other, inside)
+                        measure = self._measure if inside.ep == 1 else self._measure_experts
+                        self._measured[other, inside] = measure(other, inside)
         return self._measured[class_id, inside]
 
     @contextlib.contextmanager
@@ -134,6 +156,7 @@ class ModelCosts:
 
     def cost(self, class_id: str, inside: Inside, micro_batch: int) -> RegionCost:
         """The class's cost at a micro-batch."""
+        inside = self._own(class_id, inside)
         key = (class_id, inside, micro_batch)
         if key not in self._costs:
             work = self._work_at(class_id, inside, micro_batch)
@@ -157,23 +180,44 @@ class ModelCosts:
             output_bytes=self.cost(class_id, inside, micro_batch).output_bytes,
         )
 
+    def _measure_experts(self, class_id: str, inside: Inside) -> Measured:
+        """Layouts are chosen at the least degree, and measured there and at the largest: see
+        :func:`work_between`."""
+        degrees = self.expert_degrees
+        least, most = degrees[1], degrees[-1]
+        if inside.ep == least:
+            return self._measure(class_id, inside)
+        first = self.measured(class_id, replace(inside, ep=least))
+        layout = first.layout.replace_axis("ep", replace(first.layout.on("ep"), size=inside.ep))
+        if inside.ep == most:
+            whole = self.measured(class_id, ALONE).work
+            return Measured(layout, self._work(class_id, layout, whole))
+        last = self.measured(class_id, replace(inside, ep=most))
+        return Measured(layout, work_between(first.work, last.work, (least, most), inside.ep))
+
     def _measure(self, class_id: str, inside: Inside) -> Measured:
-        context, base = self._on_cp(class_id, inside)
+        before, base = self._on_cp(class_id, inside)
+        if inside.ep > 1:
+            experts = Layout("").replace_axis("ep", expert_layout(base, inside.ep))
+            with dry_groups(before):
+                base = shard_region(base, experts)
+            before = with_sends(before.replace_axis("ep", experts.on("ep")), base)
         prices = self.cost_model.layout_prices(inside.spans["tp"])
         pinned = {
             node.name: self._pinned[node.meta["source"], inside]
             for node in base.graph.nodes
             if node.op == "placeholder" and (node.meta["source"], inside) in self._pinned
         }
-        layout = choose_layout(
-            base,
-            inside.tp,
-            prices,
-            pinned_parameters=pinned,
-            settings=SEQUENCE_SETTINGS if inside.sp else LayoutSettings(),
-            boundary=self._boundary(class_id, inside),
-        )
-        layout = replace(joined(context, layout), region_class=self.names[class_id])
+        with dry_groups(before):
+            layout = choose_layout(
+                base,
+                inside.tp,
+                prices,
+                pinned_parameters=pinned,
+                settings=SEQUENCE_SETTINGS if inside.sp else LayoutSettings(),
+                boundary=self._boundary(class_id, inside),
+            )
+        layout = replace(joined(before, layout), region_class=self.names[class_id])
         for node in base.graph.nodes:
             if node.op == "placeholder" and node.meta["source"] in self._tied:
                 state = parse_state(layout.tp.parameters.get(node.name, "R"))
@@ -193,6 +237,7 @@ class ModelCosts:
     def _work_at(self, class_id: str, inside: Inside, micro_batch: int) -> RegionWork:
         """The work from which one micro-batch is priced: measured there where samples are paired with one
         another (sizes then grow with the square of the batch), else linear from two others."""
+        inside = self._own(class_id, inside)
         found = self.measured(class_id, inside)
         if not self.capture.coupled_at:
             return found.work
@@ -232,6 +277,19 @@ class ModelCosts:
             return [class_id]
         sharing = [c for c, other in self.classes.items() if self._tied.intersection(other.parameters)]
         return list(reversed(sharing))
+
+
+def with_sends(layout: Layout, local: fx.GraphModule) -> Layout:
+    """The layout with the counts of what its experts' rows send."""
+    found = [one for node in local.graph.nodes for one in node.meta.get("collective", ())]
+    sent = [one for one in found if one[-1] == "ep"]
+    forward = Counter(kind for kind, *_ in sent if kind != "none")
+    backward = Counter(kind for _, kind, *_ in sent if kind != "none")
+    return replace(
+        layout,
+        collectives_forward=dict(Counter(layout.collectives_forward) + forward),
+        collectives_backward=dict(Counter(layout.collectives_backward) + backward),
+    )
 
 
 def inside_text(inside: Inside) -> str:

@@ -26,7 +26,7 @@ from autoplan.regions import Region
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import RegionCost
 from autoplan_cost_models.stage_memory import memory_limit_bytes
-from autoplan_cost_models.stage_time import dp_span, state_passes_s, weight_s, zero_exposed_s
+from autoplan_cost_models.stage_time import dp_span, expert_span, state_passes_s, weight_s, zero_exposed_s
 from autoplan_cost_models.step import price_plan
 from autoplan_cost_models.training_state import StateBytes, gradient_bytes, state_bytes
 
@@ -153,8 +153,7 @@ class Pricing:
             extra_s=(extra[0], extra[1], extra[2]),
             saved_bytes=_three(cost.saved_bytes),
             transient_bytes=_three(cost.transient_bytes),
-            static_bytes=self._state_bytes(cost.parameter_bytes, cost.trainable_numel, candidate)
-            + cost.buffer_bytes,
+            static_bytes=self._region_states(cost, candidate).total + cost.buffer_bytes,
             gathered_bytes=cost.parameter_bytes + whole_gradients if gathers else 0.0,
             output_bytes=cost.output_bytes,
             side=tuple((item.name, item.bytes) for item in cost.side_items),
@@ -164,17 +163,22 @@ class Pricing:
             deferred_bytes=sum(item.bytes for item in cost.deferred_items),
         )
 
-    def _state_bytes(self, parameter_bytes: float, trainable_numel: float, candidate: Candidate) -> float:
-        return self._states(parameter_bytes, trainable_numel, candidate).total
+    def _region_states(self, cost: RegionCost, candidate: Candidate) -> StateBytes:
+        """States of a region: of what all replicas have, and of its experts."""
+        dense = self._states(*cost.held(by_expert=False), candidate, candidate.mesh.replicas)
+        copies = candidate.mesh.replicas // candidate.mesh.ep
+        return dense + self._states(*cost.held(by_expert=True), candidate, copies)
 
-    def _states(self, parameter_bytes: float, trainable_numel: float, candidate: Candidate) -> StateBytes:
+    def _states(
+        self, parameter_bytes: float, trainable_numel: float, candidate: Candidate, copies: int
+    ) -> StateBytes:
         return state_bytes(
             parameter_bytes,
             trainable_numel,
             dtype=self.workload.dtype,
             optimizer=self.workload.optimizer,
             zero=candidate.zero,
-            dp=candidate.mesh.replicas,
+            dp=copies,
         )
 
     def _once_a_step(self, cost: RegionCost, candidate: Candidate) -> tuple[float, float]:
@@ -184,16 +188,25 @@ class Pricing:
         shared out by bytes, is at most the time of a stage's bytes.
         """
         model, mesh = self.costs.cost_model, candidate.mesh
-        whole = sum(self._cost(r.class_id, candidate).trainable_numel for r in self.costs.regions)
-        if whole == 0 or cost.trainable_numel == 0:
+        costs = [self._cost(region.class_id, candidate) for region in self.costs.regions]
+        if cost.trainable_numel == 0:
             return 0.0, 0.0
-        share = cost.trainable_numel / whole
         sync_s = 0.0
-        if candidate.zero == 0 and mesh.replicas > 1:
-            moved = gradient_bytes(whole, self.workload.dtype, candidate.zero)
-            sync_s = model.collective_s("all_reduce", moved, dp_span(mesh))
-        traffic = self._states(0.0, whole, candidate).optimizer_traffic
-        return sync_s * share, model.speeds.pass_seconds(traffic) * share
+        for by_expert, span in ((False, dp_span(mesh)), (True, expert_span(mesh))):
+            own, whole = cost.held(by_expert=by_expert)[1], sum(c.held(by_expert=by_expert)[1] for c in costs)
+            if candidate.zero == 0 and own:
+                moved = gradient_bytes(whole, self.workload.dtype, candidate.zero)
+                sync_s += model.collective_s("all_reduce", moved, span) * own / whole
+        traffic = self._update_bytes(cost, candidate)
+        whole = sum(self._update_bytes(one, candidate) for one in costs)
+        return sync_s, model.speeds.pass_seconds(whole) * traffic / whole
+
+    def _update_bytes(self, cost: RegionCost, candidate: Candidate) -> float:
+        """What updating a region's trained parameters moves."""
+        copies = candidate.mesh.replicas // candidate.mesh.ep
+        dense = self._states(0.0, cost.held(by_expert=False)[1], candidate, candidate.mesh.replicas)
+        experts = self._states(0.0, cost.held(by_expert=True)[1], candidate, copies)
+        return (dense + experts).optimizer_traffic
 
     def _shared(self, candidate: Candidate) -> tuple[tuple[int, int, float], ...]:
         """Parameters that regions of different classes read: counted once where both are on one stage."""
@@ -209,7 +222,8 @@ class Pricing:
             uses = self._cost(region.class_id, candidate).parameters
             use = next((use for use in uses if use.source == name), None)
             if use is not None:
-                size = self._state_bytes(use.bytes, use.numel if use.trainable else 0.0, candidate)
+                trained = use.numel if use.trainable else 0.0
+                size = self._states(use.bytes, trained, candidate, candidate.mesh.replicas).total
                 shared += [(indices[0], other, size) for other in indices[1:]]
         return tuple(shared)
 

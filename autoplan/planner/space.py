@@ -21,9 +21,10 @@ ZERO_STAGES = (0, 3)
 SCHEDULES = ("1f1b",)
 CP_KINDS = ("ulysses", "ring")
 MOST = 2**20  # devices of a cluster, samples of a batch: more is a slip of the keyboard
-LATER_AXES = ("ep", "vpp")
+LATER_AXES = ("vpp",)
 SPACE = (
-    "dp x tp x pp over all devices (tp inside a node, with and without sequence parallelism), "
+    "dp x tp x pp over all devices (tp inside a node, with and without sequence parallelism; "
+    "experts over any part of dp), "
     "cp for long samples (by heads or round a ring, as attention takes less time), "
     "micro-batch 1-32, ZeRO 0 and 3, "
     "recompute none/selective/full per region, uneven stages, 1F1B"
@@ -44,6 +45,7 @@ class Pins:
     sp: int | None = None
     cp: int | None = None
     cp_kind: str | None = None
+    ep: int | None = None
     micro_batch: int | None = None
     zero: int | None = None
     recompute: str | None = None

@@ -77,6 +77,11 @@ class RegionCost:
     def trainable_numel(self) -> int:
         return sum(use.numel for use in self.parameters if use.trainable)
 
+    def held(self, *, by_expert: bool) -> tuple[float, float]:
+        """(bytes, trained elements) of the parameters that are experts' own, or of the others."""
+        uses = [use for use in self.parameters if use.by_expert == by_expert]
+        return float(sum(use.bytes for use in uses)), float(sum(use.numel for use in uses if use.trainable))
+
     @property
     def parameter_bytes(self) -> float:
         return float(sum(use.bytes for use in self.parameters))

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from autoplan.plan import Part
 from autoplan_cost_models.collectives import sent_bytes
+from autoplan_cost_models.region_work import ParameterUse
 from autoplan_cost_models.stage_memory import PlacedRegion, stage_parameters
-from autoplan_cost_models.stage_time import StageSeconds, dp_span
+from autoplan_cost_models.stage_time import StageSeconds, dp_span, expert_span
 from autoplan_cost_models.training_state import gradient_bytes
 
 
@@ -55,7 +56,15 @@ def link_bytes(
 
 def _replica_bytes(regions: Sequence[PlacedRegion], part: Part, dtype: str) -> float:
     """Gradients between replicas, and with ZeRO the weights too: see ``stage_time`` for when."""
-    uses, ranks = stage_parameters(regions), dp_span(part.mesh).size
+    uses = stage_parameters(regions)
+    experts = [use for use in uses if use.by_expert]
+    dense = [use for use in uses if not use.by_expert]
+    shared = _copies_bytes(dense, dp_span(part.mesh).size, part, dtype)
+    return shared + _copies_bytes(experts, expert_span(part.mesh).size, part, dtype)
+
+
+def _copies_bytes(uses: Sequence[ParameterUse], ranks: int, part: Part, dtype: str) -> float:
+    """The same of parameters of which ``ranks`` have copies."""
     gradients = gradient_bytes(sum(use.numel for use in uses if use.trainable), dtype, part.zero)
     if part.zero == 0:
         return sent_bytes("all_reduce", gradients, ranks)

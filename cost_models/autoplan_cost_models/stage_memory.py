@@ -34,6 +34,7 @@ class StageSetting:
     optimizer: str
     zero: int
     dp: int
+    ep: int = 1
 
 
 def memory_limit_bytes(profile: HardwareProfile) -> float:
@@ -45,14 +46,19 @@ def memory_limit_bytes(profile: HardwareProfile) -> float:
 def stage_states(regions: Sequence[PlacedRegion], setting: StageSetting) -> StateBytes:
     """Weights, gradients, master weights and moments of a stage; a tied parameter counts once."""
     uses = stage_parameters(regions)
-    return state_bytes(
-        float(sum(use.bytes for use in uses)),
-        float(sum(use.numel for use in uses if use.trainable)),
-        dtype=setting.dtype,
-        optimizer=setting.optimizer,
-        zero=setting.zero,
-        dp=setting.dp,
-    )
+
+    def states(held: Sequence[ParameterUse], copies: int) -> StateBytes:
+        return state_bytes(
+            float(sum(use.bytes for use in held)),
+            float(sum(use.numel for use in held if use.trainable)),
+            dtype=setting.dtype,
+            optimizer=setting.optimizer,
+            zero=setting.zero,
+            dp=copies,
+        )
+
+    dense = states([use for use in uses if not use.by_expert], setting.dp)
+    return dense + states([use for use in uses if use.by_expert], setting.dp // setting.ep)
 
 
 def stage_parameters(regions: Sequence[PlacedRegion]) -> list[ParameterUse]:

@@ -60,6 +60,11 @@ def dp_span(mesh: Mesh) -> Span:
     return Span(mesh.replicas, mesh.tp)
 
 
+def expert_span(mesh: Mesh) -> Span:
+    """Ranks with the same experts: every ``ep``-th of the replicas."""
+    return Span(mesh.replicas // mesh.ep, mesh.tp * mesh.ep)
+
+
 def zero_exposed_s(
     cost: RegionCost, recompute: str, cost_model: CostModel, mesh: Mesh, dtype: str
 ) -> tuple[float, float]:
@@ -69,18 +74,20 @@ def zero_exposed_s(
     the gradients after it, each overlapped with a neighbour's compute: what exceeds it waits, and
     what overlaps slows down.
     """
-    span = dp_span(mesh)
-    gather = cost_model.collective_s("all_gather", cost.parameter_bytes, span)
-    reduce = cost_model.collective_s("reduce_scatter", _reduced_bytes(cost, cost_model, dtype), span)
+    gather = reduce = 0.0
+    for span, by_expert in ((dp_span(mesh), False), (expert_span(mesh), True)):
+        held_bytes, trained = cost.held(by_expert=by_expert)
+        gather += cost_model.collective_s("all_gather", held_bytes, span)
+        reduce += cost_model.collective_s("reduce_scatter", _reduced_bytes(trained, cost_model, dtype), span)
     forward = cost.forward_s + cost.tp_forward_s
     backward = cost.backward_s + cost.tp_backward_s + cost.recompute_s[recompute]
     return overlap_adds_s(forward, gather), overlap_adds_s(backward, gather + reduce)
 
 
-def _reduced_bytes(cost: RegionCost, cost_model: CostModel, dtype: str) -> float:
+def _reduced_bytes(trained_numel: float, cost_model: CostModel, dtype: str) -> float:
     """Bytes of a region's gradients as ZeRO-3 reduces them."""
     width = cost_model.execution.reduced_bytes_per_parameter
-    return gradient_bytes(cost.trainable_numel, dtype, 3) if width is None else width * cost.trainable_numel
+    return gradient_bytes(trained_numel, dtype, 3) if width is None else width * trained_numel
 
 
 def state_passes_s(
@@ -139,12 +146,15 @@ def stage_seconds(
         * cost_model.speeds.pass_seconds(states.optimizer_traffic),
         weight=slowest * sum(map(weight_s, costs, passes)),
     )
-    whole = gradient_bytes(trainable_numel, dtype, zero)
-    if cost_model.execution.reduced_bytes_per_parameter is not None:
-        whole = cost_model.execution.reduced_bytes_per_parameter * trainable_numel
-    return replace(
-        seconds, gradient_sync=_gradient_sync_s(whole, states.weights, seconds, cost_model, mesh, zero)
+    experts = [cost.held(by_expert=True) for cost in costs]
+    expert_bytes, expert_numel = (sum(values) for values in zip(*experts))
+    width = cost_model.execution.reduced_bytes_per_parameter
+    width = gradient_bytes(1.0, dtype, zero) if width is None else width
+    moved = (
+        (dp_span(mesh), width * (trainable_numel - expert_numel), states.weights - expert_bytes),
+        (expert_span(mesh), width * expert_numel, expert_bytes),
     )
+    return replace(seconds, gradient_sync=_gradient_sync_s(moved, seconds, cost_model, mesh, zero))
 
 
 def partial_sync_s(
@@ -159,8 +169,7 @@ def partial_sync_s(
 
 
 def _gradient_sync_s(
-    whole_bytes: float,
-    weights_bytes: float,
+    moved: Sequence[tuple[Span, float, float]],
     seconds: StageSeconds,
     cost_model: CostModel,
     mesh: Mesh,
@@ -168,15 +177,16 @@ def _gradient_sync_s(
 ) -> float:
     """ZeRO 0: all-reduce; 1, 2: reduce-scatter, and all-gather of the new weights; 3: nothing left.
 
+    ``moved`` are the ranks with copies, and the bytes of gradients and weights, of dense parameters and of
+    experts.
     Where the program overlaps them, with one micro-batch's backward and forward, what shows is the rest and
     the slowdown; this runtime starts them after the last backward, so all of it shows.
     """
-    span = dp_span(mesh)
     if zero == 3 or mesh.replicas == 1:
         return 0.0
     kind = "all_reduce" if zero == 0 else "reduce_scatter"
-    reduce = cost_model.collective_s(kind, whole_bytes, span)
-    gather = cost_model.collective_s("all_gather", weights_bytes, span) if zero else 0.0
+    reduce = sum(cost_model.collective_s(kind, gradients, span) for span, gradients, _ in moved)
+    gather = sum(cost_model.collective_s("all_gather", weights, span) for span, _, weights in moved if zero)
     if not cost_model.execution.overlaps_gradients:
         return reduce + gather
     return overlap_adds_s(seconds.backward, reduce) + overlap_adds_s(seconds.forward, gather)

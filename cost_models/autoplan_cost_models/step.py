@@ -101,7 +101,7 @@ def _price_stages(
     placed = [tuple(_place(region, costs) for region in stage.regions) for stage in part.stages]
     sends = [0.0, *(regions[-1].cost.output_bytes for regions in placed[:-1]), 0.0]
     loads = [StageLoad(*load) for load in zip(placed, sends, sends[1:])]
-    setting = StageSetting(workload.dtype, workload.optimizer, part.zero, part.mesh.replicas)
+    setting = StageSetting(workload.dtype, workload.optimizer, part.zero, part.mesh.replicas, part.mesh.ep)
     memory = [_rank_memory(part, loads, setting, rank) for rank in range(part.mesh.pp)]
     priced: list[PricedStage] = []
     for index, load in enumerate(loads):

@@ -52,6 +52,14 @@ class StateBytes:
     master: float
     moments: float
 
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.master + other.master,
+            self.moments + other.moments,
+        )
+
     @property
     def total(self) -> float:
         return self.weights + self.gradients + self.master + self.moments
