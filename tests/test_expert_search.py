@@ -25,12 +25,13 @@ def costs() -> ModelCosts:
 def test_degrees_divide_experts_and_replicas() -> None:
     """Experts that do not divide leave ranks without any; a degree above dp has no ranks to send to."""
     assert costs().expert_degrees == [1, 2, 4, 8]
-    found = [Candidate(Mesh(dp=dp), 1, 8, 0) for dp in (1, 2, 6)]
-    made = with_experts(found, costs().expert_degrees, Pins())
-    assert [(c.mesh.dp, c.mesh.ep) for c in made] == [(1, 1), (2, 1), (2, 2), (6, 1), (6, 2)]
-    assert [c.mesh.ep for c in with_experts(found, [1, 2, 4, 8], parse_pins(["ep=2"]))] == [2, 2]
+    found = [Candidate(Mesh(dp=dp, tp=tp), 1, 8, 0) for dp, tp in ((1, 1), (2, 1), (6, 1), (16, 2))]
+    made = with_experts(found, costs().expert_degrees, Pins(), 8)
+    degrees = [(1, 1), (2, 1), (2, 2), (6, 1), (6, 2), (16, 1), (16, 4), (16, 8)]
+    assert [(c.mesh.dp, c.mesh.ep) for c in made] == degrees
+    assert [c.mesh.ep for c in with_experts(found, [1, 2, 4, 8], parse_pins(["ep=2"]), 8)] == [2, 2, 2]
     with pytest.raises(BadInputError, match=r"ep=4: .*\(1, 2, 4, 8\).*\(1, 2, 6\)"):
-        with_experts(found, [1, 2, 4, 8], Pins(ep=4))
+        with_experts(found[:3], [1, 2, 4, 8], Pins(ep=4), 8)
 
 
 def test_a_model_without_experts_has_one_degree() -> None:
@@ -38,7 +39,7 @@ def test_a_model_without_experts_has_one_degree() -> None:
     plain = ModelCosts(small_capture("llama3_8b"), CostModel(profile(), "fp32"), lambda _: None)
     assert plain.expert_degrees == [1]
     with pytest.raises(BadInputError, match="ep=2"):
-        with_experts([Candidate(Mesh(dp=2), 1, 8, 0)], plain.expert_degrees, Pins(ep=2))
+        with_experts([Candidate(Mesh(dp=2), 1, 8, 0)], plain.expert_degrees, Pins(ep=2), 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -254,7 +254,7 @@ class Finder:
                 sp_degrees=sharing,
                 contexts=contexts,
             )
-            return with_experts(found, self.costs.expert_degrees, pins)
+            return with_experts(found, self.costs.expert_degrees, pins, self.profile.devices_per_node)
         except BadInputError as error:
             if not self.capture.coupled_at:
                 raise

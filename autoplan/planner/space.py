@@ -24,7 +24,7 @@ MOST = 2**20  # devices of a cluster, samples of a batch: more is a slip of the 
 LATER_AXES = ("vpp",)
 SPACE = (
     "dp x tp x pp over all devices (tp inside a node, with and without sequence parallelism; "
-    "experts over any part of dp), "
+    "experts whole, over a node's ranks or over all of dp that divide them), "
     "cp for long samples (by heads or round a ring, as attention takes less time), "
     "micro-batch 1-32, ZeRO 0 and 3, "
     "recompute none/selective/full per region, uneven stages, 1F1B"
