@@ -16,8 +16,8 @@ from autoplan.planner.space import Candidate, Pins
 def with_experts(
     found: Sequence[Candidate], degrees: Sequence[int], pins: Pins, node: int
 ) -> list[Candidate]:
-    """Every candidate at the degrees to be tried: of ``degrees``, which divide the model's experts, those that
-    divide its data-parallel degree. ``node`` is how many devices one has.
+    """Every candidate at the degrees to be tried: of ``degrees``, which divide the model's experts, some of
+    those that divide its data-parallel degree. ``node`` is how many devices one has.
 
     Raises BadInputError for a pinned degree that no candidate has.
     """

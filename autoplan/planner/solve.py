@@ -84,7 +84,9 @@ def _next_best(pricing: Pricing, ranked: Ranked, tried: Sequence[Priced]) -> Ite
 def describe(candidate: Candidate) -> str:
     """``pp2 dp4 tp8, micro-batch 1, ZeRO 0`` for people."""
     mesh = candidate.mesh
-    return f"pp{mesh.pp} dp{mesh.dp} tp{mesh.tp}, micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}"
+    degrees = "".join(f" {axis}{size}" for axis, size in (("cp", mesh.cp), ("ep", mesh.ep)) if size > 1)
+    degrees = f"pp{mesh.pp} dp{mesh.dp}{degrees} tp{mesh.tp}"
+    return f"{degrees}, micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}"
 
 
 Ranked = list[tuple[float, Candidate, Chain]]
