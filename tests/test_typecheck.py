@@ -35,7 +35,7 @@ MUTATED = [
     "fused split/1",
     "one kv head/0",
     "grouped fused/tokens and features chosen",
-    "grouped native/tokens in zigzag chosen",
+    "attention by hand/tokens in zigzag chosen",
 ]
 
 

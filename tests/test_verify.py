@@ -56,9 +56,11 @@ def mutant_plan(
     """Let the pass make a mutant of the first region that ``mutate`` changes."""
     made: list[Mutant] = []
 
-    def broken(graph: fx.GraphModule, layout: Any, steps: list[AxisStep] | None = None) -> fx.GraphModule:
+    def broken(
+        graph: fx.GraphModule, layout: Any, steps: list[AxisStep] | None = None, fuel: Any = None
+    ) -> fx.GraphModule:
         own: list[AxisStep] = []
-        local = shard_region(graph, layout, own)
+        local = shard_region(graph, layout, own, fuel)
         mutant = mutate(local) if not made else None
         if mutant is not None:
             made.append(mutant)

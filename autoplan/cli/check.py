@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ def _single(args: argparse.Namespace) -> CheckResult:
     from autoplan.cli.old_forecast import warn_of_old_forecast
     from autoplan.plan import Plan
     from autoplan.runtime.check import Checker
+    from autoplan.runtime.locate import locate
     from autoplan.runtime.shrink import shrink
 
     plan = Plan.load(args.plan)
@@ -87,7 +89,8 @@ def _single(args: argparse.Namespace) -> CheckResult:
     checker = Checker(
         model, checked, dtype=args.dtype, timeout_s=args.timeout, shrunk=small, steps=args.steps
     )
-    return checker.check(checked)
+    result = checker.check(checked)
+    return result if result.ok else replace(result, notes=(*result.notes, *locate(checker, checked)))
 
 
 def _recorded_source(path: str, plan: Plan) -> str:

@@ -23,15 +23,24 @@ from autoplan.runtime.batch import split_batch
 from autoplan.runtime.exact import in_double, without_dropout
 from autoplan.runtime.forked import run_ranks
 from autoplan.runtime.parallel import ParallelModel
-from autoplan.runtime.prepare import RunProgram, first_samples, prepare, require_parameters, single_part
+from autoplan.runtime.prepare import (
+    GraphPass,
+    RunProgram,
+    first_samples,
+    prepare,
+    require_parameters,
+    single_part,
+)
 from autoplan.runtime.ranks import join_ranks
 from autoplan.runtime.reference import Measured, in_pieces, measure_eager, sgd_steps
 from autoplan.runtime.shrink import Shrunk
 from autoplan.runtime.weighting import piece_weights
+from autoplan_passes.fuel import VARIABLE, Fuel
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 MOST_RANKS = 8
+FACTOR_TOLERANCE = 1e-6
 NO_DOUBLE = ("not implemented for 'Double'", "expected scalar type", "Expected mat_a to be Float32")
 
 
@@ -95,6 +104,7 @@ class Checker:
     shrunk: Shrunk | None = None
     steps: int = 0
     notes: list[str] = field(default_factory=list[str])
+    passes: tuple[GraphPass, ...] = (without_dropout,)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -157,6 +167,7 @@ class Checker:
         parameter = farthest(run.parameters, reference.parameters) if self.steps else None
         differences += [parameter.relative_difference] if parameter else []
         close = all(d <= tolerance for d in differences)
+        factor = None if close else common_factor(run.gradients, reference.gradients)
         return CheckResult(
             layout=layout or mesh_name(part),
             recompute=recompute or recompute_name(part),
@@ -174,7 +185,7 @@ class Checker:
             bitwise=bitwise,
             wall_s=time.perf_counter() - started_s,
             worst_parameter=parameter,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *([_factor_text(factor)] if factor else [])),
         )
 
     def _refuse(self, part: Part) -> None:
@@ -188,12 +199,16 @@ class Checker:
                 f"Expected a plan for the global batch {self.batch_size}, got one for {global_batch(part)}."
             )
 
-    def prepare(self, plan: Plan) -> RunProgram:
+    def prepare(self, plan: Plan, fuel: Fuel | None = None) -> RunProgram:
         """What the ranks of ``plan`` run, without dropout."""
-        capture, regions = self._capture(single_part(plan).micro_batch)
-        return prepare(capture, regions, plan, passes=(without_dropout,))
+        capture, regions = self.traced(single_part(plan).micro_batch)
+        program = prepare(capture, regions, plan, passes=self.passes, fuel=fuel)
+        if program.fuel.amount is not None and fuel is None:
+            self._note(f"{VARIABLE}: {program.fuel}")
+        return program
 
-    def _capture(self, micro_batch: int) -> tuple[Capture, tuple[Region, ...]]:
+    def traced(self, micro_batch: int) -> tuple[Capture, tuple[Region, ...]]:
+        """The model traced at a micro-batch, in the dtype that is compared in, and its regions."""
         if micro_batch not in self._captures:
             capture = capture_module(
                 self.model,
@@ -318,6 +333,23 @@ def farthest(tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.
         if not found <= worst.relative_difference:  # also where it is NaN
             worst = Difference(name, found)
     return worst
+
+
+def common_factor(tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> float | None:
+    """The one number by which all tensors differ from their references, if there is one."""
+    names = [name for name in reference if name in tensors]
+    found, wanted = (torch.cat([x[name].double().flatten() for name in names]) for x in (tensors, reference))
+    factor = float(found @ wanted / wanted.square().sum().clamp(min=1e-300))
+    apart = float((found - factor * wanted).abs().max())
+    alike = apart <= FACTOR_TOLERANCE * abs(factor) * float(wanted.abs().max())
+    return factor if alike and abs(factor - 1) > FACTOR_TOLERANCE else None
+
+
+def _factor_text(factor: float) -> str:
+    return (
+        f"every gradient is {factor:.6g} times what it should be: a mean or a sum over ranks is missing, or "
+        "there once too often"
+    )
 
 
 def mesh_name(part: Part) -> str:

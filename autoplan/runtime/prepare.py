@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from autoplan.runtime.weighting import TargetCount, find_target_count
 from autoplan.schedules import splits_backward
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
 from autoplan_passes.calls import output_nodes, shape_of
+from autoplan_passes.fuel import Fuel, fuel_from_environment
 from autoplan_passes.shard import AxisStep, shard_region
 from autoplan_passes.split_backward import defer_weight_gradients
 from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
@@ -66,7 +67,8 @@ class RunProgram:
     """What the ranks of one part run. ``homes`` lists every parameter, tied ones once a place.
 
     ``collectives`` are what the code of each stage issues for one micro-batch, in order; all ranks of a stage
-    alike. ``low_precision`` is the 16-bit dtype of the code where the optimizer keeps fp32 master weights.
+    alike; ``fuel`` the rewrites made. ``low_precision`` is the 16-bit dtype of the code where the optimizer
+    keeps fp32 master weights.
     """
 
     plan: Plan
@@ -80,6 +82,7 @@ class RunProgram:
     constants: Mapping[str, torch.Tensor]
     loss_dtype: torch.dtype
     collectives: tuple[StageCollectives, ...] = ()
+    fuel: Fuel = field(default_factory=Fuel)
     target_count: TargetCount | None = None
     low_precision: torch.dtype | None = None
 
@@ -202,15 +205,20 @@ def prepare_from_file(plan: Plan, model: str | Path | None = None) -> RunProgram
 
 
 def prepare(
-    capture: Capture, regions: Sequence[Region], plan: Plan, *, passes: Sequence[GraphPass] = ()
+    capture: Capture,
+    regions: Sequence[Region],
+    plan: Plan,
+    *,
+    passes: Sequence[GraphPass] = (),
+    fuel: Fuel | None = None,
 ) -> RunProgram:
     """Shard, cut into stages and write the code. ``capture`` is traced at the part's micro-batch.
 
-    ``passes`` rewrite each region graph before it is sharded.
+    ``passes`` rewrite each region graph before it is sharded; ``fuel`` None: as ``AUTOPLAN_FUEL`` says.
     """
-    part = single_part(plan)
+    part, fuel = single_part(plan), fuel or fuel_from_environment()
     programs = split_stages(capture, regions, part)
-    graphs = local_graphs(capture, programs, plan, passes)
+    graphs = local_graphs(capture, programs, plan, passes, fuel)
     facts = stage_facts(capture, plan, part)
     sources = tuple(emit_stage(program, graphs, facts) for program in programs)
     differentiable = differentiable_values(capture)
@@ -240,6 +248,7 @@ def prepare(
         constants=capture.constants,
         loss_dtype=next(n for n in capture.graph.nodes if n.name == capture_loss(capture)).meta["val"].dtype,
         collectives=stage_collectives(programs, graphs, part.mesh),
+        fuel=fuel,
         target_count=find_target_count(capture),
     )
 
@@ -256,7 +265,11 @@ def local_shapes(
 
 
 def local_graphs(
-    capture: Capture, programs: Sequence[StageProgram], plan: Plan, passes: Sequence[GraphPass] = ()
+    capture: Capture,
+    programs: Sequence[StageProgram],
+    plan: Plan,
+    passes: Sequence[GraphPass] = (),
+    fuel: Fuel | None = None,
 ) -> dict[GraphKey, fx.GraphModule]:
     """The graph one rank runs for every distinct (region class, layout) of the plan."""
     calls: dict[GraphKey, RegionCall] = {}
@@ -264,7 +277,10 @@ def local_graphs(
         for call in program.calls:
             calls.setdefault(call.graph_key, call)
     part = single_part(plan)
-    return {key: finished(local_graph(capture, call, plan, passes), part) for key, call in calls.items()}
+    return {
+        key: finished(local_graph(capture, call, plan, passes, fuel=fuel), part)
+        for key, call in calls.items()
+    }
 
 
 def local_graph(
@@ -273,10 +289,11 @@ def local_graph(
     plan: Plan,
     passes: Sequence[GraphPass] = (),
     steps: list[AxisStep] | None = None,
+    fuel: Fuel | None = None,
 ) -> fx.GraphModule:
     """The graph one rank runs for a region, before what :func:`finished` does to it.
 
-    ``steps`` receives the graphs before and after each axis.
+    ``steps`` receives the graphs before and after each axis; ``fuel`` says how many rewrites are left.
     """
     part = single_part(plan)
     graph = region_graph(capture, call.region, part.micro_batch)
@@ -291,7 +308,7 @@ def local_graph(
     if capture.dtype != plan.workload.dtype:
         for axis, placed in layout.axes.items():
             layout = layout.replace_axis(axis, with_casts_of(graph, placed))
-    return shard_region(graph, layout, steps)
+    return shard_region(graph, layout, steps, fuel)
 
 
 def finished(local: fx.GraphModule, part: Part) -> fx.GraphModule:

@@ -29,10 +29,11 @@ from autoplan.runtime.issued import (
     region_sends,
     stage_collectives,
 )
-from autoplan.runtime.prepare import finished, local_graph, single_part
+from autoplan.runtime.prepare import GraphPass, finished, local_graph, single_part
 from autoplan_codegen.stage import GraphKey
 from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.faults import Fault, TypeFault
+from autoplan_passes.fuel import Fuel, fuel_from_environment
 from autoplan_passes.shard import REGION_AXES, AxisStep
 from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
 from autoplan_passes.typecheck import Borders, check_placements
@@ -101,13 +102,18 @@ def verify_plan(plan: Plan, model: str | Path | None = None) -> VerifyResult:
 
 
 def verify_capture(
-    capture: Capture, regions: Sequence[Region], plan: Plan, *, traced_s: float = 0.0
+    capture: Capture,
+    regions: Sequence[Region],
+    plan: Plan,
+    *,
+    passes: Sequence[GraphPass] = (),
+    traced_s: float = 0.0,
 ) -> VerifyResult:
-    """Check a plan against a capture at its micro-batch."""
+    """Check a plan against a capture at its micro-batch; ``passes`` as in :func:`prepare`."""
     started_s = time.perf_counter()
     part = single_part(plan)
     programs = split_stages(capture, regions, part)
-    check = _Check(capture, plan, part, programs)
+    check = _Check(capture, plan, part, programs, tuple(passes))
     faults = tuple(check.faults())
     collectives = () if faults else stage_collectives(programs, check.graphs, part.mesh)
     return VerifyResult(
@@ -129,6 +135,8 @@ class _Check:
     plan: Plan
     part: Part
     programs: tuple[StageProgram, ...]
+    passes: tuple[GraphPass, ...]
+    fuel: Fuel = field(default_factory=fuel_from_environment)
     graphs: dict[GraphKey, fx.GraphModule] = field(default_factory=dict[GraphKey, fx.GraphModule])
 
     def __post_init__(self) -> None:
@@ -175,7 +183,7 @@ class _Check:
                 yield RegionFault(name, axis, Fault(call.layout, wanted, f"{axis} {placed.size}"))
         steps: list[AxisStep] = []
         try:
-            local = local_graph(self.capture, call, self.plan, steps=steps)
+            local = local_graph(self.capture, call, self.plan, self.passes, steps, self.fuel)
             for step in steps:
                 axis = step.axis
                 with dry_mesh(step.whole, mesh):

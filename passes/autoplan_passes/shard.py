@@ -21,6 +21,7 @@ from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.conversions import Conversion, chains
 from autoplan_passes.dispatch import DryExperts
 from autoplan_passes.experts import Routes, chain_ends, chain_experts
+from autoplan_passes.fuel import Fuel, limited
 from autoplan_passes.implementations import implementation_sends
 from autoplan_passes.local_ops import find_fake_mode, local_call, propagate
 from autoplan_passes.placements import place_on
@@ -113,17 +114,22 @@ class AxisStep:
 
 
 def shard_region(
-    graph: fx.GraphModule, layout: Layout, steps: list[AxisStep] | None = None
+    graph: fx.GraphModule,
+    layout: Layout,
+    steps: list[AxisStep] | None = None,
+    fuel: Fuel | None = None,
 ) -> fx.GraphModule:
     """The graph of one rank under every axis of the layout, in the order of ``REGION_AXES``.
 
-    ``steps``, where given, receives what was done on each axis, for the type check.
+    ``steps``, where given, receives what was done on each axis, for the type check; ``fuel`` limits it.
     """
     used = [axis for axis in REGION_AXES if layout.on(axis).size > 1]
     local = keep_all_positions(graph) if "cp" in used else graph
     with dry_groups(layout):  # what one axis inserts is run again on the next
         for axis in used or ["tp"]:
             placed = layout.on(axis) if used else NO_AXIS
+            if fuel is not None:
+                placed = limited(placed, local.graph, layout.region_class, axis, fuel)
             step = AxisStep(axis, placed, local, shard_axis(local, placed, axis, layout.region_class))
             local = step.local
             if steps is not None:
