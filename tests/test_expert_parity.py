@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"dp": 4, "ep": 2, "zero": 2, "micro_batch": 1},
     "ZeRO-3": {"dp": 4, "ep": 2, "zero": 3, "micro_batch": 1, "recompute": ("full",)},
     "ZeRO-3 of no copies": {"dp": 2, "ep": 2, "zero": 3},
+    "tokens of a sample on several ranks": {"dp": 2, "ep": 2, "cp": 2},
+    "tokens shared on tp": {"dp": 2, "ep": 2, "tp": 2, "sp": True},
     "all": {"pp": 2, "dp": 2, "ep": 2, "tp": 2, "recompute": ("none", "full")},
 }
 
