@@ -16,6 +16,7 @@ from autoplan.validation.clusters import cluster_of, network_bytes_per_s
 from autoplan.validation.points import SHIPPED, Point, read_points
 from autoplan.validation.pricing import Forecast, layers_of_stages, price_points, unpriced
 from autoplan.validation.scores import scores, total, worst
+from autoplan.validation.worth import record, worth_of, worth_text
 
 POINTS = {point.name: point for point in read_points()}
 
@@ -150,3 +151,25 @@ def test_bad_tables_are_named(tmp_path: Path, text: str | None, message: str) ->
         path.write_text(text)
     with pytest.raises(BadInputError, match=message):
         read_points(path)
+
+
+def test_what_predictions_are_worth_is_recorded_and_read_back(tmp_path: Path) -> None:
+    """Medians over sources of each source's median, so that a large source does not drown a small one."""
+    found = [
+        forecast(1.0, 1.1, subset="one"),
+        forecast(1.0, 1.1, subset="one"),
+        forecast(1.0, 0.7, subset="two"),
+    ]
+    found += [Forecast(point(chip="H200"), skipped="experts")]
+    path = tmp_path / "worth.yaml"
+    record(found, path)
+    worth = worth_of("a100-80", path)
+    assert worth is not None and (worth.points, worth.sources) == (3, 2)
+    assert worth.median_error == pytest.approx(0.2) and worth.bias == pytest.approx(-0.1)
+    assert worth_of("h200", path) is None and worth_of("kunlun-p800") is None
+    assert "never validated" in worth_text("kunlun-p800")
+
+
+def test_only_the_whole_table_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--record", "--source", "internevo"]) == 2
+    assert "--record" in capsys.readouterr().err

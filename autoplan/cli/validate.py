@@ -20,6 +20,9 @@ def add_parser(subparsers: Any) -> None:
         help="other runs, in the columns of the table that ships (autoplan/validation/points.csv)",
     )
     parser.add_argument("--source", metavar="NAME", help="only sources with this in their name")
+    parser.add_argument(
+        "--record", action="store_true", help="write what each chip's predictions are worth into the project"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -32,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     from autoplan.report.validation import validation_json, validation_report
     from autoplan.validation.points import read_points
     from autoplan.validation.pricing import price_points
+    from autoplan.validation.worth import record
 
+    if args.record and (args.data or args.source):
+        raise BadInputError("--record is of the whole table that ships: leave out --data and --source.")
     points = read_points(args.data)
     if args.source:
         sources = sorted({point.subset for point in points})
@@ -41,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
             raise BadInputError(f"--source {args.source}: expected part of one of {', '.join(sources)}.")
     with output_to_stderr(args.json), progress(quiet=args.json) as say:
         forecasts = price_points(points, say)
+    if args.record:
+        record(forecasts)
     if args.json:
         print(json.dumps(validation_json(forecasts)))
         return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from autoplan.plan import Layout, Mesh, Part, Plan, Stage
 from autoplan.region_runs import fold_regions
 from autoplan.units import GIB
+from autoplan.validation.worth import worth_of
 
 
 def plan_summary_json(plan: Plan, path: str | Path = "") -> dict[str, Any]:
@@ -31,6 +33,7 @@ def plan_summary_json(plan: Plan, path: str | Path = "") -> dict[str, Any]:
         "mfu": prediction.mfu if prediction else None,
         "breakdown_s": dict(prediction.breakdown_s) if prediction else {},
         "estimated_inputs": list(prediction.estimated_inputs) if prediction else [],
+        "validated": asdict(worth) if (worth := worth_of(plan.hardware)) else None,
         "memory_gib": _memory_gib(plan),
         "mesh": _mesh(part.mesh),
         "parts": [_part(part) for part in plan.parts],

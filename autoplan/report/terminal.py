@@ -24,6 +24,7 @@ from autoplan.region_runs import fold_regions
 from autoplan.report.palette import RECOMPUTE_STYLE, STAGE_STYLES
 from autoplan.report.summary import fullest_stage
 from autoplan.units import bytes_text, count_text, seconds_text, share_text
+from autoplan.validation.worth import worth_text
 
 _FILE_WIDTH = 110
 _LEAST_WIDTH = 40  # below it every word would be broken
@@ -231,6 +232,8 @@ def _notes(plan: Plan) -> Iterator[RenderableType]:
         yield Text(
             f"~ rests on numbers that {plan.hardware}'s profile marks as estimated: {inputs}", "yellow"
         )
+    if plan.prediction is not None:
+        yield Text(worth_text(plan.hardware))
     if plan.wall_s:
         spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in plan.wall_s.items())
         yield Text(f"planned in {spent}", style="dim")

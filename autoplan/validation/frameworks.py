@@ -86,7 +86,7 @@ def execution_of(point: Point) -> Execution:
 
 
 def _framework(point: Point) -> Execution:
-    notes = point.text.get("notes", "").replace("state not stated", "")
+    notes = point.text.get("notes", "").replace("compile state not stated", "")
     if "torchtitan" in point.framework and ("compile" in notes or point.precision != "bf16"):
         return COMPILED
     return next((found for name, found in FRAMEWORKS.items() if name in point.framework), Execution())
