@@ -48,7 +48,7 @@ class Row:
         """Everything fixed for the search: every axis, no ZeRO unless the row says so."""
         degrees = {**dict.fromkeys(AXES, 1), **self.degrees}
         fixed = {pin.partition("=")[0] for pin in self.pins}
-        default = [pin for pin in ("zero=0", "recompute=none") if pin.partition("=")[0] not in fixed]
+        default = [pin for pin in ("ep=1", "zero=0", "recompute=none") if pin.partition("=")[0] not in fixed]
         return (*(f"{axis}={size}" for axis, size in degrees.items()), *default, *self.pins)
 
 
@@ -70,6 +70,12 @@ VARIANTS: tuple[Row, ...] = (
     Row({"tp": 2, "dp": 2}, ("zero=3",)),
     Row({"dp": 2, "pp": 2}, ("zero=3",)),
     Row({"tp": 2, "dp": 2, "pp": 2}, ("zero=3",)),
+    Row({"dp": 2}, ("ep=2",)),
+    Row({"dp": 4}, ("ep=2",)),
+    Row({"dp": 4}, ("ep=2", "zero=3")),
+    Row({"tp": 2, "dp": 2}, ("ep=2",)),
+    Row({"dp": 2, "pp": 2}, ("ep=2",)),
+    Row({"tp": 2, "dp": 2, "pp": 2}, ("ep=2",)),
 )
 ROWS: tuple[Row, ...] = (*(Row(degrees) for ranks in RANKS for degrees in products(ranks)), *VARIANTS)
 
