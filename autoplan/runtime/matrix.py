@@ -76,6 +76,13 @@ VARIANTS: tuple[Row, ...] = (
     Row({"tp": 2, "dp": 2}, ("ep=2",)),
     Row({"dp": 2, "pp": 2}, ("ep=2",)),
     Row({"tp": 2, "dp": 2, "pp": 2}, ("ep=2",)),
+    Row({"cp": 2}, ("cp_kind=ulysses",)),
+    Row({"cp": 2}, ("cp_kind=ring",)),
+    Row({"tp": 2, "cp": 2}, ("cp_kind=ulysses",)),
+    Row({"tp": 2, "cp": 2}, ("cp_kind=ring",)),
+    Row({"cp": 2, "dp": 2}, ("cp_kind=ring", "zero=3")),
+    Row({"cp": 2, "pp": 2}, ("cp_kind=ulysses",)),
+    Row({"tp": 2, "cp": 2, "pp": 2}, ("cp_kind=ring",)),
 )
 ROWS: tuple[Row, ...] = (*(Row(degrees) for ranks in RANKS for degrees in products(ranks)), *VARIANTS)
 
