@@ -67,7 +67,6 @@ def unpriced(point: Point) -> str:
         (point.experts > 0, "experts"),
         (point.text.get("mla") == "1", "latent attention"),
         (DTYPES.get(point.precision) is None, f"{point.precision} products"),
-        (point.cp > 1, "context parallelism"),
         ("V-Half" in point.schedule, "the V-Half schedule"),
         ("vocabulary" in point.schedule or "interlaced" in point.schedule, "a vocabulary spread over stages"),
         (point.text.get("cpu_offload") == "y", "states or activations on the host"),
@@ -112,6 +111,7 @@ class PointPricer:
             schedule="interleaved_1f1b" if point.vpp > 1 else "1f1b",
             vpp=point.vpp,
             sp=point.sequence_parallel and point.tp > 1,
+            cp_kind="ring" if point.cp > 1 else "",
         )
         workload = Workload(
             devices=point.devices,
