@@ -31,6 +31,10 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "tp2, some recomputed": {"tp": 2, "recompute": ("selective", "full", "none")},
     "tp2 on two stages": {"tp": 2, "pp": 2, "recompute": ("none", "full")},
     "tp2 of two replicas": {"tp": 2, "dp": 2, "zero": 3},
+    "tokens cut": {"tp": 2, "sp": True},
+    "tokens cut, all recomputed": {"tp": 2, "sp": True, "recompute": ("full",)},
+    "tokens cut, some recomputed": {"tp": 2, "sp": True, "recompute": ("selective", "selective", "none")},
+    "tokens cut, backward split": {"tp": 2, "sp": True, "pp": 2, "schedule": "zb_h1"},
 }
 Call = tuple[str, str, int]
 

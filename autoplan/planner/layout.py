@@ -21,7 +21,7 @@ sent for it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -30,7 +30,7 @@ from autoplan.errors import BadInputError
 from autoplan.plan import AxisLayout, Layout
 from autoplan.planner.layout_pricing import LayoutPrices, LayoutSettings, Pricing
 from autoplan.planner.linear import LinearProgram, solve
-from autoplan_passes import table_contractions
+from autoplan_passes import collectives, table_contractions
 from autoplan_passes.attention import attention_heads, tp_degrees
 from autoplan_passes.calls import Call, is_tensor, op_name, output_nodes, shape_of, tensor_inputs
 from autoplan_passes.candidates import find_active, find_facts
@@ -316,11 +316,28 @@ class Builder:
         for node, steps in self.conversions_of(chosen):
             for step in steps:
                 size = tensor_bytes(node) / (self.size if step.forward == "all_to_all" else 1)
+                if step.function is collectives.gather_reduce and self._is_multiplied(node, steps, chosen):
+                    sent.append(("none", step.forward, 0.0, size))  # kept as a piece, gathered again
                 sent.append((step.forward, step.backward, size, size))
         for node, rule in chosen.items():
             if node.op == "call_function":
                 sent += implementation_sends(rule.implementation, Call(node))
         return sent
+
+    def _is_multiplied(
+        self, node: fx.Node, steps: Sequence[Conversion], chosen: Mapping[fx.Node, Rule]
+    ) -> bool:
+        """Whether a gathered tensor is read by products alone (:mod:`autoplan.regather`)."""
+        state = REPLICATE_PARTIAL_GRADIENT
+        readers = [
+            user
+            for user in node.users
+            if user in chosen and chosen[user].inputs[tensor_inputs(user).index(node)] == state
+        ]
+        passed_on = any(step.source == state for step in steps) or state in self.outputs.get(node, set())
+        return not passed_on and all(
+            op_name(user) == "aten.linear" and user.args[0] is node for user in readers
+        )
 
     def conversions_of(self, chosen: Mapping[fx.Node, Rule]) -> list[tuple[fx.Node, tuple[Conversion, ...]]]:
         """The conversions of each tensor that the chosen rules need."""

@@ -20,7 +20,7 @@ from autoplan_passes.conversions import Conversion
 from autoplan_passes.implementations import implementation_sends
 from autoplan_passes.rules import Rule, form_of
 from autoplan_passes.shard import tensor_bytes
-from autoplan_passes.states import REPLICATE_PARTIAL_GRADIENT, State
+from autoplan_passes.states import PARTIAL, REPLICATE_PARTIAL_GRADIENT, State
 
 # Weight, gradient, master weight and two moments: what a trained parameter keeps resident.
 STATE_BYTES_PER_ELEMENT = 16
@@ -30,6 +30,9 @@ ELEMENTWISE_WEIGHT = 1e-3
 # Below this, moving bytes takes longer than computing on every chip with a profile (lowest: about 80).
 COMPUTE_BOUND_FLOPS_PER_BYTE = 50
 TIE_BREAK_S = 1e-9
+# A whole tensor of zeros round a piece, written and read at about 2 TB/s: it decides between layouts that
+# send the same bytes, by adding pieces or by adding padded partial sums.
+PADDING_S_PER_BYTE = 1e-12
 
 
 class LayoutPrices(Protocol):
@@ -124,7 +127,9 @@ class Pricing:
         """Forward and backward of one conversion of the whole tensor."""
         total = tensor_bytes(node)
         size = total / self.size if step.forward == "all_to_all" else float(total)
-        return self._sent_s(step.forward, size) + self._sent_s(step.backward, size) + TIE_BREAK_S
+        padded = step.target == PARTIAL and step.source != PARTIAL
+        padding_s = PADDING_S_PER_BYTE * total * self.settings.elementwise if padded else 0.0
+        return self._sent_s(step.forward, size) + self._sent_s(step.backward, size) + padding_s + TIE_BREAK_S
 
     def resident_bytes(self, node: fx.Node, state: State) -> float:
         """What a parameter keeps on each rank, with its gradient and optimizer state if it is trained."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoplan.plan import Mesh
+from autoplan_codegen.expressions import KEEPING
 from autoplan_codegen.stage import GraphKey
 from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.local_ops import find_fake_mode
@@ -55,13 +56,17 @@ class StageCollectives:
 
 @dataclass(frozen=True)
 class NodeSends:
-    """Kinds and bytes of what one node sends along an axis, forward and backward; ``none`` for nothing."""
+    """Kinds and bytes of what one node sends along an axis, forward and backward; ``none`` for nothing.
+
+    ``regathers``: the backward gathers what the forward gathered, unless the forward runs again.
+    """
 
     forward: str
     backward: str
     axis: str
     forward_bytes: int
     backward_bytes: int
+    regathers: bool = False
 
     def without_backward(self) -> NodeSends:
         return NodeSends(self.forward, "none", self.axis, self.forward_bytes, 0)
@@ -81,11 +86,10 @@ class NodeSends:
 
 @dataclass(frozen=True)
 class RegionSends:
-    """A region's collectives forward, backward, and backward where the region is recomputed."""
+    """A region's collectives forward, and backward by recompute kind."""
 
     forward: tuple[_Sent, ...] = ()
-    backward: tuple[_Sent, ...] = ()
-    recomputed: tuple[_Sent, ...] = ()
+    backward: Mapping[str, tuple[_Sent, ...]] = field(default_factory=dict[str, "tuple[_Sent, ...]"])
 
 
 def stage_collectives(
@@ -102,7 +106,7 @@ def _of_stage(program: StageProgram, sends: Mapping[GraphKey, RegionSends]) -> S
     backward: list[Issued] = []
     for call in reversed(program.calls):
         own = sends[call.graph_key]
-        backward += _named(call, own.recomputed if call.recompute == "full" else own.backward)
+        backward += _named(call, own.backward[call.recompute])
     return StageCollectives(tuple(forward), tuple(backward))
 
 
@@ -115,7 +119,11 @@ def node_sends(node: fx.Node, differentiable: frozenset[fx.Node]) -> list[NodeSe
     move = move_of(node)
     if move is None:
         noted = node.meta.get("collective", ())
-        sends = [NodeSends(f, b, axis, int(sent), int(back)) for f, b, sent, back, axis in noted]
+        keeping = node.target in KEEPING
+        sends = [
+            NodeSends(f, b, axis, int(sent), int(back), keeping and f == "none")
+            for f, b, sent, back, axis in noted
+        ]
     else:
         size = max(_bytes(node.meta["val"]), _bytes(move.tensor.meta["val"]))
         sends = [NodeSends(*move.sends, move.axis, size, size)]
@@ -134,20 +142,21 @@ def region_sends(graph: fx.GraphModule, mesh: Mesh) -> RegionSends:
         n: [(n.name, one.forward, one.axis, one.forward_bytes) for one in found if one.forward != "none"]
         for n, found in sends.items()
     }
-    backward = {
-        n: [(n.name, one.backward, one.axis, one.backward_bytes) for one in found if one.backward != "none"]
-        for n, found in sends.items()
-    }
     last = last_saver(graph, mesh) if any(forward.values()) else -1
-    order: list[_Sent] = []
-    again: list[_Sent] = []
-    for position, node in reversed(list(enumerate(nodes))):
-        if position == last:
-            # Backward needs the first saved tensor here: the forward runs again, up to its last saver.
-            again += [one for earlier in nodes[: position + 1] for one in forward[earlier]]
-        order += backward[node]
-        again += backward[node]
-    return RegionSends(tuple(one for n in nodes for one in forward[n]), tuple(order), tuple(again))
+    again = [one for n in nodes[: last + 1] for one in forward[n]]
+    runs_again = {"none": [], "selective": [one for one in again if one[1] == "all_gather"], "full": again}
+    backward: dict[str, tuple[_Sent, ...]] = {}
+    for recompute, rerun in runs_again.items():
+        order: list[_Sent] = []
+        for position, node in reversed(list(enumerate(nodes))):
+            # Where backward needs the first saved tensor, the forward runs again, up to its last saver.
+            order += rerun if position == last else []
+            found = [one for one in sends[node] if recompute == "none" or not one.regathers]
+            order += [
+                (node.name, s.backward, s.axis, s.backward_bytes) for s in found if s.backward != "none"
+            ]
+        backward[recompute] = tuple(order)
+    return RegionSends(tuple(one for n in nodes for one in forward[n]), backward)
 
 
 def last_saver(graph: fx.GraphModule, mesh: Mesh) -> int:

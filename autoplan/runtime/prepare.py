@@ -26,6 +26,7 @@ from autoplan.schedules import splits_backward
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
 from autoplan_passes.calls import output_nodes, shape_of
 from autoplan_passes.fuel import Fuel, fuel_from_environment
+from autoplan_passes.regather import regather
 from autoplan_passes.shard import AxisStep, shard_region
 from autoplan_passes.split_backward import defer_weight_gradients
 from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
@@ -313,6 +314,7 @@ def local_graph(
 
 def finished(local: fx.GraphModule, part: Part) -> fx.GraphModule:
     """The local graph as the part's schedule wants it."""
+    local = regather(local)
     return defer_weight_gradients(local) if splits_backward(part.schedule) else local
 
 

@@ -160,6 +160,7 @@ class _Check:
     def classes(self) -> Iterator[ClassChecked]:
         for key, calls in self.calls.items():
             sends = region_sends(self.graphs[key], self.part.mesh) if key in self.graphs else RegionSends()
+            backward = sends.backward.get(calls[0].recompute, ())
             yield ClassChecked(
                 region=calls[0].region.name,
                 layout=calls[0].layout,
@@ -167,8 +168,8 @@ class _Check:
                 ops=self.ops(calls[0]),
                 axes={axis: one.size for axis, one in self._layout(calls[0]).axes.items()},
                 forward=_counted(sends.forward),
-                backward=_counted(sends.backward),
-                sent_bytes=sum(size for *_, size in (*sends.forward, *sends.backward)),
+                backward=_counted(backward),
+                sent_bytes=sum(size for *_, size in (*sends.forward, *backward)),
             )
 
     def _layout(self, call: RegionCall) -> Layout:

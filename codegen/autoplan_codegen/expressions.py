@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 
 from autoplan.errors import UnsupportedOpError
 from autoplan_codegen.prelude import is_prelude_function
+from autoplan_passes import collectives, deferred
 
 OPERATORS: Mapping[str, str] = {
     "aten.add.Tensor": "+",
@@ -84,6 +85,10 @@ FUNCTIONS: Mapping[str, str] = {
 }
 """Ops printed as a function of ``torch`` or ``torch.nn.functional`` with the same argument order."""
 
+KEEPS_WHOLE = "keeps_whole"
+KEEPING = (collectives.gathered_linears, deferred.gathered_linears_later)
+"""Functions that are told, by an attribute of the region, whether the region is recomputed."""
+
 DEFAULTS: Mapping[str, Any] = {
     "pin_memory": False,
     "layout": torch.strided,
@@ -126,6 +131,8 @@ def render(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         return _cross_entropy(node, names)
     if name == "aten.slice.Tensor" and not keywords:
         return _slice(node, names)
+    if target in KEEPING:
+        rest.append(f"{KEEPS_WHOLE}=self.{KEEPS_WHOLE}")
     return f"{FUNCTIONS.get(name) or call_name(node)}({', '.join(arguments + rest)})"
 
 

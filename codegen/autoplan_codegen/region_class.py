@@ -7,15 +7,16 @@ is deleted where it is used last, so that only what the backward saved stays in 
 from __future__ import annotations
 
 import keyword
+import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autoplan_codegen.expressions import call_name, render
+from autoplan_codegen.expressions import KEEPING, KEEPS_WHOLE, call_name, render
 from autoplan_codegen.names import free_name
 from autoplan_codegen.prelude import is_prelude_function
 from autoplan_passes import deferred
@@ -30,7 +31,7 @@ class RegionClass:
 
     ``inputs``, ``parameters`` and ``buffers`` are the attribute or argument names in the order of the graph's
     placeholders; ``placements`` how each parameter lies on the axes; ``functions`` the collectives it
-    calls.
+    calls; ``keeps_whole``: it gathers tensors again in the backward unless its attribute of that name is set.
     """
 
     name: str
@@ -41,6 +42,7 @@ class RegionClass:
     outputs: int
     functions: tuple[str, ...]
     source: str
+    keeps_whole: bool = False
 
 
 def emit_region_class(
@@ -56,10 +58,12 @@ def emit_region_class(
     names: dict[fx.Node, str] = {node: f"self.{text}" for node, text in attributes.items()}
     _name_values(names, [*placeholders["input"], *calls], {*RESERVED, *functions})
     inputs = tuple(names[node] for node in placeholders["input"])
+    keeping = any(node.target in KEEPING for node in calls)
     lines = [
         f"class {name}(nn.Module):",
         f'{INDENT}"""{summary}"""',
         "",
+        *([f"{INDENT}{KEEPS_WHOLE} = False  # set where the region is recomputed", ""] if keeping else []),
         *_constructor(placeholders["parameter"], buffers, attributes, frozen),
         f"{INDENT}def forward({', '.join(('self', *inputs))}):",
         *(f"{INDENT * 2}# {names[node]}: {describe(node.meta['val'])}" for node in placeholders["input"]),
@@ -74,6 +78,7 @@ def emit_region_class(
         outputs=len(output_values(nodes[-1])),
         functions=functions,
         source="\n".join(lines),
+        keeps_whole=keeping,
     )
 
 
@@ -121,7 +126,7 @@ def _name_values(names: dict[fx.Node, str], nodes: Iterable[fx.Node], taken: set
 
 
 def _wanted_name(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    weights = [n for n in node.all_input_nodes if n.meta.get("kind") == "parameter"]
+    weights = [n for n in _made_with(node) if n.meta.get("kind") == "parameter"]
     if node.op == "call_function" and weights and not _is_sent(node):
         owner = re.sub(r"_?(weight|bias)_?$", "", names[weights[0]].removeprefix("self."))
         if owner:
@@ -133,6 +138,16 @@ def _is_sent(node: fx.Node) -> bool:
     """Whether the node brings its weight to other ranks, and is no product of it."""
     home = getattr(node.target, "__module__", "")
     return is_prelude_function(node.target) and home != deferred.__name__
+
+
+def _made_with(node: fx.Node) -> Sequence[fx.Node]:
+    """What a value is made with; of one of several products, its own weight."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return (
+        [source.args[1][node.args[1]]]
+        if source is not None and source.target in KEEPING
+        else (node.all_input_nodes)
+    )
 
 
 def _attributes(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:

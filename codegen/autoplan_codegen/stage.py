@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autoplan_codegen.expressions import KEEPS_WHOLE
 from autoplan_codegen.names import free_name
 from autoplan_codegen.prelude import companions, prelude_source
 from autoplan_codegen.region_class import INDENT, RESERVED, RegionClass, emit_region_class
@@ -203,6 +204,7 @@ def _stage_class(
         f"{INDENT}def __init__(self):",
         f"{INDENT * 2}super().__init__()",
         *built,
+        *_keeps_whole(program, classes),
         *(f"{INDENT * 2}self.{path} = self.{home}  # tied" for path, home in tied_paths.items()),
         "",
         f"{INDENT}def forward({', '.join(('self', *arguments))}):",
@@ -210,6 +212,12 @@ def _stage_class(
         f"{INDENT * 2}return {_returned(program, names)}",
     ]
     return "\n".join(lines)
+
+
+def _keeps_whole(program: StageProgram, classes: Mapping[GraphKey, RegionClass]) -> list[str]:
+    """A region that runs again in the backward gathers there; its own backward need not."""
+    again = [c for c in program.calls if c.recompute != "none" and classes[c.graph_key].keeps_whole]
+    return [f"{INDENT * 2}self.{call_attribute(call)}.{KEEPS_WHOLE} = True  # recomputed" for call in again]
 
 
 def _flow(program: StageProgram, names: Mapping[str, str]) -> str:

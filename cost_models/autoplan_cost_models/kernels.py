@@ -50,12 +50,14 @@ class Kernel:
 class CollectiveCall:
     """One collective on ``bytes``: the full (gathered or unreduced) size of the tensor it works on.
 
-    A ``ring`` passes every rank's piece of the tensor to all others, while its operation computes.
+    A ``ring`` passes every rank's piece of the tensor to all others. ``overlapped``: its operation computes
+    meanwhile.
     """
 
     kind: str
     bytes: float
     axis: str = "tp"
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Operation:
     """One node of a region's graph: the kernels and collectives of its forward and of its backward.
 
     ``selective_keeps`` says whether selective recompute saves the node's output instead of running it
-    again (contractions and collectives).
+    again (contractions and collectives, but for gathers). ``regathers``: its gather runs again with the
+    backward of the products that read it, recomputed or not.
     """
 
     name: str
@@ -73,10 +76,12 @@ class Operation:
     backward: tuple[Kernel, ...] = ()
     forward_collectives: tuple[CollectiveCall, ...] = ()
     backward_collectives: tuple[CollectiveCall, ...] = ()
+    regathers: bool = False
 
     @property
     def selective_keeps(self) -> bool:
-        return self.kind in CONTRACTION_KINDS or self.kind == "collective"
+        gathers = any(call.kind == "all_gather" for call in self.forward_collectives)
+        return self.kind in CONTRACTION_KINDS or (self.kind == "collective" and not gathers)
 
     @property
     def forward_flops(self) -> float:

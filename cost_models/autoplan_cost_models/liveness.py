@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autoplan.regather import regathering_products
 from autoplan_cost_models.contractions import ATTENTION
 from autoplan_cost_models.node_facts import differentiable_nodes, node_bytes, op_name, outputs_of
 from autoplan_cost_models.tensor_names import LOSSES
@@ -161,9 +162,12 @@ def _workspace_bytes(node: fx.Node) -> int:
     """Temporaries inside one backward op.
 
     Cross-entropy holds the gradient of the log-probabilities beside that of the logits; flash
-    attention accumulates the gradient of q in fp32 (FlashAttention-2, ``dq_accum``).
+    attention accumulates the gradient of q in fp32 (FlashAttention-2, ``dq_accum``); products of a gathered
+    tensor have it whole.
     """
     name = op_name(node)
+    if any(node in regathering_products(source) for source in node.all_input_nodes):
+        return node_bytes(node.all_input_nodes[0])
     if name in LOSSES and node.all_input_nodes:
         return node_bytes(node.all_input_nodes[0])
     if name in ATTENTION:

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoplan.deferral import deferred_weight
+from autoplan.regather import regathering_products
 from autoplan_cost_models.contractions import ATTENTION
 from autoplan_cost_models.kernels import Operation
 from autoplan_cost_models.liveness import BackwardSteps, backward_steps, forward_live_bytes
@@ -40,9 +41,10 @@ class MemoryTrace:
 
     Everything excludes parameters, and the region's outputs (the next region counts them as inputs).
     ``saved``: what autograd keeps without recompute, beyond the inputs. ``kept``: what selective
-    recompute keeps (outputs of contractions and collectives). ``recomputed_selective``: of ``saved``,
-    what selective recompute makes again. ``forward_peak``: most live bytes of a forward that saves
-    nothing; ``forward_extra``: most live bytes beyond ``saved`` of one that saves.
+    recompute keeps (outputs of contractions and collectives). ``recomputed_selective`` and
+    ``recomputed_full``: what recompute makes again, gathered tensors whole. ``forward_peak``: most live
+    bytes of a forward that saves nothing; ``forward_extra``: most live bytes beyond ``saved`` of one that
+    saves.
     ``last_saver``: nodes from this index on need not run again (recompute stops there). ``deferred``: what a
     split backward keeps until the weights get their gradients (what products read, and the gradients of
     what they made).
@@ -53,6 +55,7 @@ class MemoryTrace:
     saved: tuple[NamedBytes, ...]
     kept: tuple[NamedBytes, ...]
     recomputed_selective: float
+    recomputed_full: float
     forward_peak: float
     forward_extra: float
     backward: BackwardSteps
@@ -169,6 +172,8 @@ def _fresh(node: fx.Node) -> Any:
 def _account(graph: fx.Graph, operations: Sequence[Operation], record: StorageRecord) -> MemoryTrace:
     names = tensor_names(graph)
     outside = _outside_storages(graph, record)
+    made_again = {key: record.size[key] for key in record.saved_by if key not in outside}
+    _keep_pieces(graph, record)
     saved = {key: record.size[key] for key in record.saved_by if key not in outside}
     kept = _kept_storages(graph, operations, record, outside)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
@@ -180,7 +185,8 @@ def _account(graph: fx.Graph, operations: Sequence[Operation], record: StorageRe
         side_inputs=side,
         saved=tuple(NamedBytes(labels[key], float(size)) for key, size in saved.items()),
         kept=tuple(NamedBytes(labels[key], float(size)) for key, size in kept.items()),
-        recomputed_selective=float(sum(size for key, size in saved.items() if key not in kept)),
+        recomputed_selective=float(sum(size for key, size in made_again.items() if key not in kept)),
+        recomputed_full=float(sum(made_again.values())),
         forward_peak=live.without_saving,
         forward_extra=live.beyond_saved,
         backward=backward_steps(graph, record.saved_by, saved, names),
@@ -188,6 +194,16 @@ def _account(graph: fx.Graph, operations: Sequence[Operation], record: StorageRe
         last_saver=_last_saver(nodes, record),
         deferred=_deferred(nodes, record),
     )
+
+
+def _keep_pieces(graph: fx.Graph, record: StorageRecord) -> None:
+    """Products of a gathered tensor save this rank's piece, and gather it again."""
+    for node in graph.nodes:
+        if regathering_products(node):
+            (whole,), (piece,) = record.outputs[node], record.outputs[node.all_input_nodes[0]]
+            savers = record.saved_by.pop(whole, [])
+            if savers:
+                record.saved_by.setdefault(piece, []).extend(savers)
 
 
 def _outside_storages(graph: fx.Graph, record: StorageRecord) -> frozenset[int]:

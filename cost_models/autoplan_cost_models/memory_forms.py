@@ -59,6 +59,7 @@ class MemoryForms:
     saved: NamedForms
     kept: NamedForms
     recomputed_selective: Form
+    recomputed_full: Form
     forward_peak: Form
     forward_extra: Form
     backward: StepForms
@@ -88,8 +89,11 @@ class MemoryForms:
         Recompute makes the activations again before the backward begins, so they add to its peak.
         """
         gradients, largest = self.backward.peak(steps)
-        saved = sum(form.at(steps) for _, form in self.saved)
-        again = {"none": 0.0, "selective": self.recomputed_selective.at(steps), "full": saved}
+        again = {
+            "none": 0.0,
+            "selective": self.recomputed_selective.at(steps),
+            "full": self.recomputed_full.at(steps),
+        }
         forward = {"none": self.forward_extra, "selective": self.forward_peak, "full": self.forward_peak}
         return {kind: _transients(again[kind], gradients, largest, forward[kind].at(steps)) for kind in again}
 
@@ -111,6 +115,7 @@ def memory_forms(traces: Sequence[MemoryTrace], samples: int) -> MemoryForms:
         saved=named("saved"),
         kept=named("kept"),
         recomputed_selective=form("recomputed_selective"),
+        recomputed_full=form("recomputed_full"),
         forward_peak=form("forward_peak"),
         forward_extra=form("forward_extra"),
         backward=StepForms(

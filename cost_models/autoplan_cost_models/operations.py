@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from autoplan.deferral import deferred_weight
+from autoplan.regather import regathering_products
 from autoplan_cost_models.contractions import (
     contraction_kernels,
     is_contraction,
@@ -87,6 +88,9 @@ def _in_passes(
 def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
     """The work of one node; ``needing`` are the nodes whose value needs a gradient."""
     calls_forward, calls_backward = _collective_calls(node, needing)
+    if regathering_products(node):
+        calls_backward = ()  # with the first of its products, which compute meanwhile
+    calls_backward += _beside(node, needing)
     kind: Kind
     if is_contraction(node):
         kind, forward, backward = contraction_kernels(node, needing)
@@ -98,7 +102,26 @@ def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
             kind, (forward, backward) = "collective", _local_copies(node, needing)
         elif op_name(node) == "route":
             forward = (Kernel("memory", "int", ROUTING_PASSES * node_bytes(node), launches=ROUTING_LAUNCHES),)
-    return Operation(node.name, str(node.target), kind, forward, backward, calls_forward, calls_backward)
+    return Operation(
+        node.name,
+        str(node.target),
+        kind,
+        forward,
+        backward,
+        calls_forward,
+        calls_backward,
+        regathers=bool(regathering_products(node)),
+    )
+
+
+def _beside(node: fx.Node, needing: frozenset[fx.Node]) -> tuple[CollectiveCall, ...]:
+    """What runs beside the backward of the first product of a gathered tensor: the gather once more, and the
+    sum of the tensor's gradient."""
+    gather = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if gather is None or node not in regathering_products(gather)[:1] or gather not in needing:
+        return ()
+    again, back = _collective_calls(gather, needing)
+    return tuple(replace(call, overlapped=True) for call in (*again, *back))
 
 
 def _in_dtype(kernels: tuple[Kernel, ...], dtype: str) -> tuple[Kernel, ...]:
@@ -114,7 +137,8 @@ def _local_copies(
         return (), ()
     larger = max(node_bytes(node), *(node_bytes(source) for source in node.all_input_nodes))
     copy = (Kernel("memory", kernel_dtype(node), 2.0 * larger),)
-    return copy, copy if node in needing else ()
+    again = copy if regathering_products(node) else ()
+    return copy, (*copy, *again) if node in needing else ()
 
 
 def _collective_calls(
@@ -129,10 +153,14 @@ def _collective_calls(
     backward: list[CollectiveCall] = []
     for kind_forward, kind_backward, bytes_forward, bytes_backward, axis in entries:
         if kind_forward != "none":
-            forward.append(CollectiveCall(kind_forward, float(bytes_forward), axis))
+            forward.append(_call(kind_forward, bytes_forward, axis))
         if kind_backward != "none" and node in needing:
-            backward.append(CollectiveCall(kind_backward, float(bytes_backward), axis))
+            backward.append(_call(kind_backward, bytes_backward, axis))
     return tuple(forward), tuple(backward)
+
+
+def _call(kind: str, sent_bytes: float, axis: str) -> CollectiveCall:
+    return CollectiveCall(kind, float(sent_bytes), axis, overlapped=kind == "ring")
 
 
 def _gradient_sums(

@@ -27,7 +27,8 @@ __all__ = ["CostModel", "RegionCost", "RegionWork", "measure_region"]
 @dataclass(frozen=True)
 class CollectiveCost:
     """All collectives of one kind and size in a region, for one micro-batch: seconds, and bytes that one
-    device sends. ``again_bytes`` are sent once more where everything is recomputed."""
+    device sends. ``again_bytes`` are sent once more where everything is recomputed; what selective recompute
+    gathers again takes ``selected_s``."""
 
     kind: str
     axis: str
@@ -37,6 +38,7 @@ class CollectiveCost:
     forward_bytes: float
     backward_bytes: float
     again_bytes: float
+    selected_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class CostModel:
             collectives = tuple(_in_pieces(one, spans[one.axis].size) for one in collectives)
         again = {kind: float(np.sum(seconds[flags])) for kind, flags in work.run_again.items()}
         again["full"] += sum(one.again_s for one in collectives)
+        again["selective"] += sum(one.selected_s for one in collectives)
         rerun = self.execution.selective_reruns_products
         again["selective"] += rerun * float(np.sum(seconds[work.products_run_again])) if rerun else 0.0
         saved, transient = work.memory.saved_items(steps), work.memory.transient_items(steps)
@@ -174,7 +177,7 @@ class CostModel:
                 own, is_backward = work.table.operation == form.behind, work.table.is_backward
                 hidden = [float(np.sum(compute[own & flags])) for flags in (~is_backward, is_backward)]
                 seconds = [overlap_adds_s(h, s) if s else 0.0 for h, s in zip([*hidden, hidden[0]], seconds)]
-            found.append(CollectiveCost(form.kind, form.axis, *seconds, *amounts))
+            found.append(CollectiveCost(form.kind, form.axis, *seconds, *amounts, one_s * form.selected))
         return tuple(found)
 
     def _estimated(self, work: RegionWork, spans: Mapping[str, Span]) -> tuple[str, ...]:

@@ -43,7 +43,8 @@ class ParameterUse:
 @dataclass(frozen=True)
 class CollectiveForm:
     """Equal collectives of a region: their size, and how many run forward, backward and again when
-    everything is recomputed. ``behind`` is the operation that computes meanwhile; -1: none does."""
+    everything, or what selective recompute does not keep, is recomputed. ``behind`` is the operation that
+    computes meanwhile; -1: none does."""
 
     kind: str
     axis: str
@@ -51,6 +52,7 @@ class CollectiveForm:
     forward: int
     backward: int
     recomputed: int
+    selected: int = 0
     behind: int = -1
 
 
@@ -148,6 +150,7 @@ def _contraction_flops(found: Sequence[Operation]) -> float:
 
 
 FormKey = tuple[str, str, Form, int]
+MOMENTS = ("forward", "backward", "recomputed", "selected")
 
 
 def _collective_forms(
@@ -159,20 +162,20 @@ def _collective_forms(
         for call in zip(*(operation.forward_collectives for operation in same)):
             key = _form_key(call, samples, index)
             counts[key, "forward"] += 1
-            counts[key, "recomputed"] += 1 if index < last_saver else 0
+            again = index < last_saver and not same[0].regathers
+            counts[key, "recomputed"] += again
+            counts[key, "selected"] += again and not same[0].selective_keeps
         for call in zip(*(operation.backward_collectives for operation in same)):
             counts[_form_key(call, samples, index), "backward"] += 1
     return tuple(
-        CollectiveForm(
-            *key[:3], *(counts[key, when] for when in ("forward", "backward", "recomputed")), behind=key[3]
-        )
+        CollectiveForm(*key[:3], *(counts[key, when] for when in MOMENTS), behind=key[3])
         for key in dict.fromkeys(key for key, _ in counts)
     )
 
 
 def _form_key(call: Sequence[CollectiveCall], samples: int, operation: int) -> FormKey:
     size = Form.through([one.bytes for one in call], samples)
-    return call[0].kind, call[0].axis, size, operation if call[0].kind == "ring" else -1
+    return call[0].kind, call[0].axis, size, operation if call[0].overlapped else -1
 
 
 def _parameters(graph: fx.Graph) -> tuple[ParameterUse, ...]:

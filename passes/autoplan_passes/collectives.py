@@ -59,26 +59,48 @@ def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
     return comm.wait_tensor(comm.all_reduce(x.contiguous(), how, group.group_name))
 
 
-def _all_gather(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
+def gather_whole(
+    x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
+    """The whole of what every rank has a piece of, without gradient."""
+    return _joined(_start_gather(x, axis), x, dim, axis, sections, zigzag)
+
+
+def _start_gather(x: Tensor, axis: str) -> Tensor:
     group, size = GROUPS[axis], size_of(axis)
     if isinstance(group, DryGroup):
-        return _join([x] * size, dim, sections, zigzag)
-    comm = torch.ops._c10d_functional
+        return x
     flat = x.contiguous().reshape(1, *x.shape)
-    full = comm.wait_tensor(comm.all_gather_into_tensor(flat, size, group.group_name))
-    return _join(full.unbind(0), dim, sections, zigzag)
+    return torch.ops._c10d_functional.all_gather_into_tensor(flat, size, group.group_name)
 
 
-def _reduce_scatter(
+def _joined(
+    sent: Tensor, x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
+    if isinstance(GROUPS[axis], DryGroup):
+        return _join([x] * size_of(axis), dim, sections, zigzag)
+    return _join(torch.ops._c10d_functional.wait_tensor(sent).unbind(0), dim, sections, zigzag)
+
+
+def scatter_sum(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
+    """This rank's piece of the sum over ranks, without gradient."""
+    return _summed(_start_scatter(x, dim, axis, sections, zigzag), axis)
+
+
+def _start_scatter(
     x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
 ) -> Tensor:
     group, size = GROUPS[axis], size_of(axis)
     pieces = torch.stack(_pieces(x, dim, size, sections, zigzag))
     if isinstance(group, DryGroup):
-        return pieces[0].clone()
-    comm = torch.ops._c10d_functional
-    summed = comm.reduce_scatter_tensor(pieces, "sum", size, group.group_name)
-    return comm.wait_tensor(summed).reshape(pieces.shape[1:])
+        return pieces[0].clone().unsqueeze(0)
+    return torch.ops._c10d_functional.reduce_scatter_tensor(pieces, "sum", size, group.group_name)
+
+
+def _summed(sent: Tensor, axis: str) -> Tensor:
+    dry = isinstance(GROUPS[axis], DryGroup)
+    summed = sent if dry else torch.ops._c10d_functional.wait_tensor(sent)
+    return summed.squeeze(0)
 
 
 def _all_to_all(
@@ -174,26 +196,26 @@ def reduce_from(x: Tensor, axis: str) -> Tensor:
 
 def gather_from(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     """Pieces of ``dim`` to the whole on every rank; each rank keeps its piece of the gradient."""
-    return _convert(x, _all_gather, _slice, dim, axis, sections, zigzag)
+    return _convert(x, gather_whole, _slice, dim, axis, sections, zigzag)
 
 
 def scatter_to(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     """Replicated to this rank's piece of ``dim``; the pieces of the gradient are gathered."""
-    return _convert(x, _slice, _all_gather, dim, axis, sections, zigzag)
+    return _convert(x, _slice, gather_whole, dim, axis, sections, zigzag)
 
 
 def gather_reduce(
     x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
 ) -> Tensor:
     """Pieces to the whole, about to be used on shards: gradients are summed and scattered."""
-    return _convert(x, _all_gather, _reduce_scatter, dim, axis, sections, zigzag)
+    return _convert(x, gather_whole, scatter_sum, dim, axis, sections, zigzag)
 
 
 def reduce_scatter(
     x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
 ) -> Tensor:
     """Partial sums to this rank's piece of their sum; the pieces of the gradient are gathered."""
-    return _convert(x, _reduce_scatter, _all_gather, dim, axis, sections, zigzag)
+    return _convert(x, scatter_sum, gather_whole, dim, axis, sections, zigzag)
 
 
 def all_to_all(
@@ -234,6 +256,58 @@ def embed_piece(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zi
     """A piece of ``dim`` to a partial sum: zeros where other ranks have their pieces."""
     rank, empty = rank_of(axis), torch.zeros_like(x)
     return _join([x if r == rank else empty for r in range(size_of(axis))], dim, sections, zigzag)
+
+
+# --- products of gathered tensors ------------------------------------------------------------------
+
+
+class _GatheredLinears(torch.autograd.Function):
+    """Products of a gathered tensor; keeps this rank's piece, and gathers it again in the backward.
+
+    The gather runs beside the product that makes the gradient of the tensor, and that gradient's sum over
+    ranks beside the products that make those of the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, place: Any, keeps_whole: bool, count: int, *held: Any) -> Any:
+        whole = gather_whole(piece, *place)
+        ctx.save_for_backward(whole if keeps_whole else piece, *held[:count])
+        ctx.place, ctx.keeps_whole, ctx.biases = place, keeps_whole, [b is not None for b in held[count:]]
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(held[:count], held[count:]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (kept, *weights), (dim, axis, *rest) = ctx.saved_tensors, ctx.place
+        sent = kept if ctx.keeps_whole else _start_gather(kept, axis)
+        towards: Any = sum(gradient @ weight for gradient, weight in zip(gradients, weights))
+        summing = _start_scatter(towards, dim, axis, *rest)
+        whole = kept if ctx.keeps_whole else _joined(sent, kept, dim, axis, *rest)
+        rows = whole.reshape(-1, whole.shape[-1])
+        made = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        needed, first = ctx.needs_input_grad, 4
+        for_weights = [g.t() @ rows if needed[first + i] else None for i, g in enumerate(made)]
+        first += len(weights)
+        for_biases = [g.sum(0) if ctx.biases[i] and needed[first + i] else None for i, g in enumerate(made)]
+        return _summed(summing, axis), None, None, None, *for_weights, *for_biases
+
+
+def gathered_linears(
+    piece: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    axis: str,
+    sections: Sequence[int] = (),
+    zigzag: bool = False,
+    keeps_whole: bool = False,
+) -> tuple[Tensor, ...]:
+    """``F.linear`` of the whole of a cut tensor with each weight; the gradient is summed and scattered.
+
+    ``keeps_whole``: the whole is kept for the backward, where the forward runs again right before it.
+    """
+    place = (dim, axis, sections, zigzag)
+    products: Any = _GatheredLinears.apply(piece, place, keeps_whole, len(weights), *weights, *biases)
+    return products
 
 
 # --- ops whose own dim is cut --------------------------------------------------------------------

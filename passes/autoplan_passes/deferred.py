@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autoplan_passes.collectives import Tensor
+from autoplan_passes.collectives import Tensor, gather_whole, scatter_sum
 
 DEFERRED: list[tuple[Tensor, Callable[[], Tensor]]] = []
 
@@ -80,3 +80,45 @@ def grouped_mm_later(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """``torch._grouped_mm(x, weight, ends)`` whose weights get their gradients later."""
     product: Any = _GroupedLater.apply(x, weight, ends)
     return product
+
+
+class _GatheredLinearsLater(torch.autograd.Function):
+    """Products of a gathered tensor; keeps this rank's piece, and from its backward on the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, place: Any, keeps_whole: bool, count: int, *held: Any) -> Any:
+        whole = gather_whole(piece, *place)
+        ctx.save_for_backward(whole if keeps_whole else piece)
+        ctx.place, ctx.keeps_whole, ctx.weights, ctx.biases = place, keeps_whole, held[:count], held[count:]
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(ctx.weights, ctx.biases))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (kept,) = ctx.saved_tensors
+        whole = kept if ctx.keeps_whole else gather_whole(kept, *ctx.place)
+        rows = whole.reshape(-1, whole.shape[-1])
+        for gradient, weight, bias in zip(gradients, ctx.weights, ctx.biases):
+            made = gradient.reshape(-1, weight.shape[0])
+            if weight.requires_grad:
+                DEFERRED.append((weight, lambda made=made: made.t() @ rows))
+            if bias is not None and bias.requires_grad:
+                DEFERRED.append((bias, lambda made=made: made.sum(0)))
+        towards: Any = sum(gradient @ weight for gradient, weight in zip(gradients, ctx.weights))
+        rest = [None] * (2 * len(ctx.weights))
+        return scatter_sum(towards, *ctx.place), None, None, None, *rest
+
+
+def gathered_linears_later(
+    piece: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    axis: str,
+    sections: Sequence[int] = (),
+    zigzag: bool = False,
+    keeps_whole: bool = False,
+) -> tuple[Tensor, ...]:
+    """``gathered_linears`` whose weights and biases get their gradients later."""
+    place = (dim, axis, sections, zigzag)
+    products: Any = _GatheredLinearsLater.apply(piece, place, keeps_whole, len(weights), *weights, *biases)
+    return products

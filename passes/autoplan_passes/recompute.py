@@ -2,7 +2,8 @@
 
 Comes in: an op. Goes out: whether its output is saved. Products, attention and collectives cost the most
 to run again and are saved; norms, activations and pointwise ops are recomputed (the policy of
-``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
+``torch.utils.checkpoint.create_selective_checkpoint_contexts``). What an all-gather brings together is
+gathered again: kept, it would be as many times its piece as there are ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ SAVED_OPS: tuple[str, ...] = (
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_fused_attention_overrideable.default",
     "_c10d_functional.all_reduce.default",
-    "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
-    "_c10d_functional.wait_tensor.default",
 )
 """Dispatched ops whose outputs are saved (``linear`` and ``matmul`` arrive as ``mm``, ``addmm``, ``bmm``)."""
 

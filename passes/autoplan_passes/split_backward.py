@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from autoplan.deferral import deferred_weight
-from autoplan_passes import deferred
+from autoplan_passes import collectives, deferred
 
 LATER: Mapping[str, Callable[..., Any]] = {
     "aten.linear.default": deferred.linear_later,
@@ -26,7 +26,9 @@ LATER: Mapping[str, Callable[..., Any]] = {
 def defer_weight_gradients(graph: fx.GraphModule) -> fx.GraphModule:
     """Rewrite ``graph`` in place; node names and values stay."""
     for node in graph.graph.nodes:
-        if deferred_weight(node) is not None:
+        if node.target is collectives.gathered_linears:
+            node.target = deferred.gathered_linears_later
+        elif deferred_weight(node) is not None:
             node.target = LATER[str(node.target)]
             node.args, node.kwargs = (*node.args, *node.kwargs.values()), {}
     graph.graph.lint()

@@ -31,10 +31,8 @@ SAVED = [  # products, attention and collectives are kept, the rest is recompute
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
-    torch.ops._c10d_functional.wait_tensor.default,
 ]
 
 
@@ -85,14 +83,27 @@ def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
     return comm.wait_tensor(comm.all_reduce(x.contiguous(), how, group.group_name))
 
 
-def _all_gather(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
+def gather_whole(
+    x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
+    """The whole of what every rank has a piece of, without gradient."""
+    return _joined(_start_gather(x, axis), x, dim, axis, sections, zigzag)
+
+
+def _start_gather(x: Tensor, axis: str) -> Tensor:
     group, size = GROUPS[axis], size_of(axis)
     if isinstance(group, DryGroup):
-        return _join([x] * size, dim, sections, zigzag)
-    comm = torch.ops._c10d_functional
+        return x
     flat = x.contiguous().reshape(1, *x.shape)
-    full = comm.wait_tensor(comm.all_gather_into_tensor(flat, size, group.group_name))
-    return _join(full.unbind(0), dim, sections, zigzag)
+    return torch.ops._c10d_functional.all_gather_into_tensor(flat, size, group.group_name)
+
+
+def _joined(
+    sent: Tensor, x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
+) -> Tensor:
+    if isinstance(GROUPS[axis], DryGroup):
+        return _join([x] * size_of(axis), dim, sections, zigzag)
+    return _join(torch.ops._c10d_functional.wait_tensor(sent).unbind(0), dim, sections, zigzag)
 
 
 def _cut(
@@ -161,7 +172,7 @@ def reduce_from(x: Tensor, axis: str) -> Tensor:
 
 def gather_from(x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False) -> Tensor:
     """Pieces of ``dim`` to the whole on every rank; each rank keeps its piece of the gradient."""
-    return _convert(x, _all_gather, _slice, dim, axis, sections, zigzag)
+    return _convert(x, gather_whole, _slice, dim, axis, sections, zigzag)
 
 
 def on_first_rank(x: Tensor, axis: str) -> Tensor:
