@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoplan.errors import BadInputError
 from autoplan.plan import Layout
 from autoplan.planner.layout import (
+    Boundary,
     Builder,
     LayoutSettings,
     attention_heads,
@@ -25,9 +26,10 @@ from autoplan.planner.layout import (
     price_layout,
     tp_degrees,
 )
+from autoplan.planner.layout_pricing import SEQUENCE_SETTINGS
 from autoplan_passes.calls import Call, op_name, shape_of, tensor_inputs
 from autoplan_passes.rules import Rule
-from autoplan_passes.states import State, parse_state
+from autoplan_passes.states import State, parse_state, shard
 
 HIDDEN, FFN, HEADS, KV, TOKENS, VOCABULARY = 4096, 14336, 32, 8, 8192, 128256
 ACTIVATION_BYTES = HIDDEN * TOKENS * 2
@@ -176,6 +178,20 @@ def test_priced_elementwise_work_cuts_the_residual(block: fx.GraphModule) -> Non
     assert priced.objective_s < cost_of(builder, megatron) - 1e-4
     assert priced.layout.tp.rules["add_3"] == "S(2),S(2)->S(2)"
     assert priced.layout.collectives_forward["all_reduce"] >= 2  # of one number a token each
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_megatron_with_sequence_parallelism_is_found(block: fx.GraphModule, tp: int) -> None:
+    """Tokens cut at the boundary: two gathers and two scattered sums each way, norms on pieces, their
+    gradients summed once a step; nobody tells the solver."""
+    prices, border = ChipPrices(tp), Boundary({"x": shard(1)}, {0: shard(1)})
+    priced = price_layout(block, tp, prices, {}, SEQUENCE_SETTINGS, boundary=border)
+    assert priced.layout.tp.parameters == {**WEIGHTS, "p_norm_1": "R*", "p_norm_2": "R*"}
+    assert priced.layout.collectives_forward == {"all_gather": 2, "reduce_scatter": 2}
+    # the gathers again beside the products, and the duals of what the forward sent
+    assert priced.layout.collectives_backward == {"all_gather": 4, "reduce_scatter": 2}
+    assert priced.layout.collective_bytes_forward == 4 * ACTIVATION_BYTES
+    assert priced.integral
 
 
 def test_slow_links_still_cut_parameters(block: fx.GraphModule) -> None:

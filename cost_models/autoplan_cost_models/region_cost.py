@@ -177,7 +177,9 @@ class CostModel:
                 own, is_backward = work.table.operation == form.behind, work.table.is_backward
                 hidden = [float(np.sum(compute[own & flags])) for flags in (~is_backward, is_backward)]
                 seconds = [overlap_adds_s(h, s) if s else 0.0 for h, s in zip([*hidden, hidden[0]], seconds)]
-            found.append(CollectiveCost(form.kind, form.axis, *seconds, *amounts, one_s * form.selected))
+            found.append(
+                CollectiveCost(form.kind, form.axis, *seconds, *amounts, selected_s=one_s * form.selected)
+            )
         return tuple(found)
 
     def _estimated(self, work: RegionWork, spans: Mapping[str, Span]) -> tuple[str, ...]:
