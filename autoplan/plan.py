@@ -189,6 +189,11 @@ class Stage:
     prediction: StagePrediction | None = None
 
 
+def zero_text(zero: int, zero_shard: int) -> str:
+    """A ZeRO stage and its groups, for people."""
+    return f"ZeRO {zero}" + (f" in groups of {zero_shard}" if zero and zero_shard else "")
+
+
 @dataclass(frozen=True)
 class Part:
     """A piece of the model with a mesh of its own (a plain model has one part).
@@ -206,6 +211,11 @@ class Part:
     stages: tuple[Stage, ...]
     vpp: int = 1
     zero_shard: int = 0
+
+    @property
+    def zero_text(self) -> str:
+        """``ZeRO 1``, or ``ZeRO 1 in groups of 8`` where not all replicas share one copy."""
+        return zero_text(self.zero, self.zero_shard)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def part_line(part: Part) -> str:
     """``model: pp 2 x dp 4 x tp 8, micro-batch 1 x 64, 1f1b, ZeRO 0``."""
     return (
         f"{part.name}: {part.mesh}, "
-        f"micro-batch {part.micro_batch} x {part.microbatches}, {part.schedule}, ZeRO {part.zero}"
+        f"micro-batch {part.micro_batch} x {part.microbatches}, {part.schedule}, {part.zero_text}"
     )
 
 

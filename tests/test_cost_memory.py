@@ -202,20 +202,21 @@ STATES = [
 @pytest.mark.parametrize(("parameters", "policy", "devices", "gigabytes"), STATES)
 def test_states_of_reported_runs(parameters: float, policy: str, devices: int, gigabytes: float) -> None:
     """16 bytes a parameter (8 when all is bf16), divided by the degree."""
-    states = state_bytes(2 * parameters, parameters, dtype=policy, optimizer="adamw", zero=3, dp=devices)
+    states = state_bytes(2 * parameters, parameters, dtype=policy, optimizer="adamw", zero=3, shards=devices)
     assert states.total / 1e9 == pytest.approx(gigabytes, rel=0.03)
 
 
-ZERO_STAGES = [(0, 18.0), (1, 6 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)]
+ZERO_STAGES = [(0, 18.0), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 16 / 8)]
 
 
 @pytest.mark.parametrize(("zero", "per_parameter"), ZERO_STAGES)
 def test_zero_divides_states_as_in_the_paper(zero: int, per_parameter: float) -> None:
-    """arXiv 1910.02054 figure 1, 8 replicas, whole gradients in fp32; frozen weights have neither."""
-    states = state_bytes(2e9, 1e9, dtype="bf16", optimizer="adamw", zero=zero, dp=8)
+    """arXiv 1910.02054 figure 1, 8 replicas, gradients in fp32; frozen weights have neither, and under ZeRO-2
+    their shards stay beside what is gathered."""
+    states = state_bytes(2e9, 1e9, dtype="bf16", optimizer="adamw", zero=zero, shards=8)
     assert states.total == per_parameter * 1e9
-    frozen = state_bytes(2e9, 0, dtype="bf16", optimizer="adamw", zero=zero, dp=8)
-    assert frozen.total == (2e9 / 8 if zero == 3 else 2e9)
+    frozen = state_bytes(2e9, 0, dtype="bf16", optimizer="adamw", zero=zero, shards=8)
+    assert frozen.total == {2: 2e9 + 2e9 / 8, 3: 2e9 / 8}.get(zero, 2e9)
 
 
 def test_unknown_dtype_and_optimizer_name_the_known_ones() -> None:

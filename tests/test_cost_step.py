@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from autoplan_cost_models import (
     measure_region,
     price_plan,
 )
+from autoplan_cost_models.collectives import OVERLAP_SLOWDOWN
+from autoplan_cost_models.zero import trailing_s
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -102,10 +106,56 @@ def test_bytes_on_links_follow_from_the_shapes(llama_70b: Mapping[str, RegionWor
     hidden = SEQUENCE * WIDTH * 2.0
     gradients = 4.0 * 2 * by_layout["block"].trainable_numel
     assert stages[1].link_bytes == pytest.approx({"pp": m * 2 * hidden, "dp": 2 * 3 / 4 * gradients})
-    sharded = part(8, Mesh(pp=4, dp=dp), 1, m, zero=3)
-    _, stages = price_plan(sharded, by_layout, model, Workload(16, m * dp))
     whole = 2 * by_layout["block"].parameter_bytes
-    assert stages[1].link_bytes["dp"] == pytest.approx(m * 3 / 4 * 3 * whole)
+    by_hand = {  # gradients travel in fp32, weights in bf16
+        (1, 0): 3 / 4 * (gradients + whole),
+        (1, 2): 1 / 2 * (gradients + whole) + gradients / 2,  # all-reduce of halves over two groups
+        (2, 0): 3 / 4 * (m * gradients + whole),
+        (3, 0): 3 / 4 * m * (gradients + 2 * whole),
+        (3, 2): 1 / 2 * m * (gradients + 2 * whole) + gradients / 2,
+    }
+    for (zero, shard), expected in by_hand.items():
+        sharded = replace(part(8, Mesh(pp=4, dp=dp), 1, m, zero=zero), zero_shard=shard)
+        _, stages = price_plan(sharded, by_layout, model, Workload(16, m * dp))
+        assert stages[1].link_bytes["dp"] == pytest.approx(expected), (zero, shard)
+
+
+def test_zero_trades_memory_for_traffic(llama_70b: Mapping[str, RegionWork]) -> None:
+    """Every ZeRO stage and every larger group takes less memory; ZeRO-1 moves less than an all-reduce."""
+    model, workload = cost_model(), Workload(64, 64 * 4, tokens_per_sample=SEQUENCE)
+    options = [(0, 0), (1, 8), (1, 0), (2, 0), (3, 8), (3, 0)]
+    priced = {
+        option: price_plan(
+            replace(part(8, Mesh(1, 64, 1), 1, 4, zero=option[0]), zero_shard=option[1]),
+            costs(llama_70b, model, 1),
+            model,
+            workload,
+        )
+        for option in options
+    }
+    peaks = {option: stages[0].memory_peak_bytes for option, (_, stages) in priced.items()}
+    assert peaks[0, 0] > peaks[1, 8] > peaks[1, 0] > peaks[2, 0] > peaks[3, 0]
+    assert peaks[3, 8] > peaks[3, 0]
+    steps = {option: forecast.step_time_s for option, (forecast, _) in priced.items()}
+    assert steps[1, 0] < steps[0, 0]  # less to update, and new weights travel in 16 bits
+    assert steps[1, 0] < steps[2, 0] < steps[3, 0]  # reduced, and then gathered too, every micro-batch
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_traffic_beside_compute_is_what_a_timeline_of_it_takes(seed: int) -> None:
+    """The closed form against a simulation second by second: pieces start when their compute is done."""
+    rng = random.Random(seed)
+    pieces = [(rng.randint(0, 9), rng.randint(0, 9)) for _ in range(rng.randint(1, 6))]
+    computed, ready = 0, list[int]()
+    for compute, traffic in pieces:
+        computed += compute
+        ready += [computed] * traffic  # one entry a second of traffic
+    clock = 0
+    for earliest in ready:
+        clock = max(clock, earliest) + 1
+    shown = max(clock, computed) - computed if ready else 0
+    expected = shown + (OVERLAP_SLOWDOWN - 1) * (len(ready) - shown)
+    assert trailing_s([(float(c), float(t)) for c, t in pieces]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("index", range(len(PARTS)))

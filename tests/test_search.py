@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 
+from autoplan.capture import capture_model
 from autoplan.cli import main
 from autoplan.errors import BadInputError, InfeasibleError
-from autoplan.plan import Mesh, Plan
+from autoplan.hardware import load_profile
+from autoplan.plan import Mesh, Plan, Workload
+from autoplan.planner.balance import balanced_cut
+from autoplan.planner.chain import quick_bound_s, without_once
+from autoplan.planner.columns import solve_chain
 from autoplan.planner.driver import search_plan
+from autoplan.planner.mixes import ColumnPricer
+from autoplan.planner.model_costs import ModelCosts
+from autoplan.planner.pricing import Pricing
 from autoplan.planner.space import Pins, candidates, divisors, parse_pins, require_pinned_regions
 from autoplan.runtime.check import run_check
+from autoplan_cost_models import CostModel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GPT = EXAMPLES / "gpt.py"
@@ -60,6 +69,46 @@ def test_runners_up_lose_and_fit(gpt_plan: Plan) -> None:
         assert (other.mesh, other.zero) != (part.mesh, part.zero) and other.memory_peak_bytes <= limit
         assert other.mesh.devices == 4 and sum(other.recompute.values()) == 6
         assert sum(other.breakdown_s.values()) == pytest.approx(other.step_time_s)
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Pricing:
+    """The whole space of a small model on two nodes of eight."""
+    profile = load_profile("h100")
+    capture = capture_model(GPT, dtype="bf16")
+    costs = ModelCosts(capture, CostModel(profile, "bf16"), lambda _: None)
+    workload = Workload(16, 256, dtype="bf16", tokens_per_sample=capture.tokens_per_sample)
+    options = candidates(16, 256, costs.tp_degrees(8), len(costs.regions), Pins(), node=8)
+    return Pricing(costs, profile, workload, Pins(), options)
+
+
+def test_zero_options_are_all_replicas_and_groups_of_nodes(two_nodes: Pricing) -> None:
+    """ZeRO over half a node, or of one replica, once doubled the space for nothing."""
+    found = {(c.mesh.dp, c.mesh.tp, c.zero, c.zero_shard) for c in two_nodes.candidates if c.mesh.pp == 1}
+    assert {(z, s) for dp, tp, z, s in found if (dp, tp) == (16, 1)} == {
+        (0, 0), (1, 0), (1, 8), (2, 0), (2, 8), (3, 0), (3, 8)
+    }  # fmt: skip
+    assert {s for dp, tp, z, s in found if (dp, tp) == (8, 2)} == {0, 4}
+    assert {s for dp, tp, z, s in found if dp == 1} <= {0}
+    pinned = candidates(16, 256, [1], 1, Pins(zero=1, zero_shard=4), node=8)
+    assert {(c.zero, c.zero_shard) for c in pinned} == {(1, 4)}
+
+
+def test_no_plan_beats_its_bounds(two_nodes: Pricing) -> None:
+    """A bound that forgot what overlaps, or counted a tied table twice, ruled out better plans unseen."""
+    checked = 0
+    for candidate in two_nodes.candidates[::3]:
+        chain = two_nodes.chain(candidate)
+        cut = balanced_cut(ColumnPricer(chain))
+        if cut is None:
+            continue
+        assert two_nodes.could_fit(candidate)
+        step_s = two_nodes.priced(candidate, cut).prediction.step_time_s * (1 + 1e-9)
+        assert quick_bound_s(without_once(chain)) <= quick_bound_s(chain) <= step_s, candidate
+        if candidate.microbatches >= candidate.mesh.pp and checked % 10 == 0:
+            assert solve_chain(chain).bound_s <= step_s, candidate
+        checked += 1
+    assert checked > 60
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,15 @@ def priced(sweep: Sweep) -> Floats:
     blocks = sweep.blocks.astype(np.float64)
     forward: Floats = blocks * block.forward_s
     backward: Floats = blocks * block.backward_s + sweep.again * extra[:, None]
-    sync, update = sweep.blocks * block.sync_s, sweep.blocks * block.update_s
+    # What shows of reducing and gathering, roughly: the share of a stage's first region.
+    shown = np.full(sweep.blocks.shape, block.once.reduce_alone_s + block.once.gather_alone_s)
+    shown[:, 0] = first.once.reduce_alone_s + first.once.gather_alone_s
+    update = sweep.blocks * block.once.update_s
     for stage, item in ((0, first), (-1, last)):
         forward[:, stage] += item.forward_s
         backward[:, stage] += item.backward_s + item.extra_s[0]
-        sync[:, stage] += item.sync_s
-        update[:, stage] += item.update_s
-    once = sync.max(axis=1) + update.max(axis=1)
+        update[:, stage] += item.once.update_s
+    once = shown.max(axis=1) + update.max(axis=1)
     m = sweep.candidate.microbatches
     return steps_s(sweep.candidate.schedule, forward, backward, m, hop_s=sweep.hop_s, once_s=once)
 

@@ -114,7 +114,7 @@ def _told(quote: Quote) -> dict[str, Any]:
 def _say(quote: Quote) -> None:
     part = quote.part
     batches = f"micro-batch {part.micro_batch} x {part.microbatches}"
-    print(f"{part.mesh}, {batches}, {part.schedule}, ZeRO {part.zero}")
+    print(f"{part.mesh}, {batches}, {part.schedule}, {part.zero_text}")
     print(
         f"step {seconds_text(quote.step_time_s)}   {quote.tokens_per_s:,.0f} tokens/s   MFU {quote.mfu:.1%}"
     )

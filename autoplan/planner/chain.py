@@ -6,9 +6,24 @@ bound on its pipeline's time in closed form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoplan_cost_models.zero import added_s
 
 NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class OnceAStep:
+    """What a region adds once a step, at least: its share of its stage's gradient reduction, weight gather
+    and update, and what reduction and gather take for the region alone."""
+
+    reduce_s: float = 0.0
+    reduce_alone_s: float = 0.0
+    gather_s: float = 0.0
+    gather_alone_s: float = 0.0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -17,9 +32,9 @@ class ChainItem:
 
     ``extra_s`` is added to ``backward_s`` (``inf``: not allowed); ``static_bytes`` are states,
     ``gathered_bytes`` what a ZeRO-3 unit needs whole while it runs; ``output_bytes`` cross a stage boundary
-    after it; ``side`` names inputs (masks, tables) kept once per stage and micro-batch; ``sync_s`` and
-    ``update_s`` are its share, at least, of what its stage spends once a step on gradients and optimizer. A
-    split backward puts off ``weight_s`` of ``backward_s`` and keeps ``deferred_bytes`` until then.
+    after it; ``side`` names inputs (masks, tables) kept once per stage and micro-batch; ``once`` is what it
+    adds once a step. A split backward puts off ``weight_s`` of ``backward_s`` and keeps ``deferred_bytes``
+    until then.
     """
 
     key: str
@@ -32,8 +47,7 @@ class ChainItem:
     gathered_bytes: float = 0.0
     output_bytes: float = 0.0
     side: tuple[tuple[str, float], ...] = ()
-    sync_s: float = 0.0
-    update_s: float = 0.0
+    once: OnceAStep = OnceAStep()
     weight_s: float = 0.0
     deferred_bytes: float = 0.0
 
@@ -49,6 +63,9 @@ class Chain:
 
     ``stages`` are those of all ranks, ``vpp`` of them a rank. ``shared`` holds (region a, region b, bytes):
     counted once when both are on one stage. ``hop_s`` is the least latency between two stages.
+    ``arriving_bytes`` are the most that new weights on their way take. ``once_whole_s`` is what replicas'
+    traffic adds once a step where one stage holds all regions: when it recomputes as little as it may, and
+    what no recompute hides.
     """
 
     items: tuple[ChainItem, ...]
@@ -57,6 +74,8 @@ class Chain:
     stages: int
     shared: tuple[tuple[int, int, float], ...] = ()
     hop_s: float = 0.0
+    arriving_bytes: float = 0.0
+    once_whole_s: tuple[float, float] = (0.0, 0.0)
     schedule: str = "1f1b"
     vpp: int = 1
 
@@ -110,7 +129,7 @@ def quick_bound_s(chain: Chain) -> float:
     With S = sum of t over all regions: for any cut, T >= m t_s + sum_{j<s} t_j gives
     T >= S / (1 - (1 - 1/m)^p); and for m >= p the rows of the module's formula, with f_s <= phi t_s,
     give t_s <= (T - S) / ((m-1) - (p-1-s) phi), so T >= S (1 + 1/H) with H the sum of those fractions.
-    Then the first stage still syncs its first region at least, and a stage updates its share.
+    Then the first stage still gathers and reduces its first region's weights, and a stage updates its share.
     """
     totals = [item.forward_s + item.backward_s + min(item.extra_s) for item in chain.items]
     total_s, m, p = sum(totals), chain.microbatches, chain.stages
@@ -120,6 +139,21 @@ def quick_bound_s(chain: Chain) -> float:
         spans = [(m - 1) - (p - 1 - s) * min(phi, 1.0) for s in range(p)]
         if min(spans) > 0:
             bound_s = max(bound_s, total_s * (1 + 1 / sum(1 / span for span in spans)))
-    syncs = [item.sync_s for item in chain.items[: len(chain.items) if p == 1 else 1]]
-    updates_s = sum(item.update_s for item in chain.items) / p
-    return max(bound_s, m * max(totals)) + sum(syncs) + updates_s
+    first = chain.items[0].once
+    shown_s = chain.once_whole_s[0] if p == 1 else first.reduce_alone_s + first.gather_alone_s
+    updates_s = sum(item.once.update_s for item in chain.items) / p
+    return max(bound_s, m * max(totals)) + shown_s + updates_s
+
+
+def without_once(chain: Chain) -> Chain:
+    """The chain of replicas that exchange nothing and update for free."""
+    items = tuple(replace(item, once=OnceAStep()) for item in chain.items)
+    return replace(chain, items=items, once_whole_s=(0.0, 0.0))
+
+
+def shown_once_s(once: Sequence[OnceAStep], forward_s: float, backward_s: float) -> float:
+    """What a stage's reduction and gather add at least, given its regions in order: that of the first region,
+    which nothing can hide, or what exceeds the backward or forward of one micro-batch."""
+    reduce_s, gather_s = sum(one.reduce_s for one in once), sum(one.gather_s for one in once)
+    shown_s = max(once[0].reduce_alone_s, reduce_s - backward_s)
+    return added_s(reduce_s, shown_s) + added_s(gather_s, max(once[0].gather_alone_s, gather_s - forward_s))

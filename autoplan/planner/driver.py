@@ -253,6 +253,7 @@ class Finder:
                 micro_batches=sizes,
                 sp_degrees=sharing,
                 contexts=contexts,
+                node=self.profile.devices_per_node,
             )
             return with_experts(found, self.costs.expert_degrees, pins, self.profile.devices_per_node)
         except BadInputError as error:

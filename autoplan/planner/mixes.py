@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.chain import NEVER, Chain, ChainItem, find_runs
+from autoplan.planner.chain import NEVER, Chain, ChainItem, find_runs, shown_once_s
 from autoplan.schedules import Moment, rank_moments
 
 Floats = NDArray[np.float64]
@@ -74,6 +74,7 @@ class ColumnPricer:
         self.chain = chain
         self.runs = find_runs(chain)
         self.kinds = {item.key: item for item in chain.items}
+        self.arriving_bytes = chain.arriving_bytes
         self._mix = functools.cache(self._cheapest_mix)
         self._frontiers = functools.cache(self._build_frontiers)
         run_of = {run.first: index for index, run in enumerate(self.runs)}
@@ -90,18 +91,31 @@ class ColumnPricer:
             return None
         extra_s, chosen = mix
         kinds = [(self.kinds[key], n) for key, n in counts]
+        forward_s = sum(kind.forward_s * n for kind, n in kinds)
+        backward_s = sum(kind.backward_s * n for kind, n in kinds) + extra_s
         return Column(
             stage=stage,
             start=start,
             end=end,
             takes=takes,
-            forward_s=sum(kind.forward_s * n for kind, n in kinds),
-            backward_s=sum(kind.backward_s * n for kind, n in kinds) + extra_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
             counts=chosen,
-            sync_s=sum(kind.sync_s * n for kind, n in kinds),
-            update_s=sum(kind.update_s * n for kind, n in kinds),
+            sync_s=self._shown_s(takes, forward_s, backward_s),
+            update_s=sum(kind.once.update_s * n for kind, n in kinds),
             weight_s=sum(kind.weight_s * n for kind, n in kinds),
         )
+
+    def _shown_s(self, takes: tuple[tuple[int, int], ...], forward_s: float, backward_s: float) -> float:
+        """What reduction and gather add to a stage, at least."""
+        if self.chain.stages == 1:  # a longer backward hides more of it, by as much at most
+            shown_s, least_s = self.chain.once_whole_s
+            shortest_s = sum(item.backward_s + min(item.extra_s) for item in self.chain.items)
+            return max(least_s, shown_s - (backward_s - shortest_s))
+        regions = [(self.kinds[self.runs[run].key].once, n) for run, n in takes]
+        if not any(one.reduce_alone_s or one.gather_alone_s for one, _ in regions):
+            return 0.0
+        return shown_once_s([one for one, n in regions for _ in range(n)], forward_s, backward_s)
 
     def mix(
         self, counts: Counts, rooms: tuple[Room, ...], takes: tuple[tuple[int, int], ...]
@@ -131,7 +145,7 @@ class ColumnPricer:
         sent = self.kinds[self.runs[last].key].output_bytes if stage < chain.stages - 1 else 0.0
         side = sum(dict(pair for run, _ in takes for pair in self.kinds[self.runs[run].key].side).values())
         deferred = sum(self.kinds[key].deferred_bytes * n for key, n in counts)
-        left = chain.limit_bytes - self._fixed_bytes(counts, takes)
+        left = chain.limit_bytes - self._fixed_bytes(counts, takes) - self.arriving_bytes
         chunk = stage // chain.ranks
         rooms: list[Room] = []
         for moment in rank_moments(

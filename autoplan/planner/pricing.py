@@ -6,7 +6,8 @@ for a candidate, and :class:`Priced`, whose forecast comes from the cost models 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.hardware import HardwareProfile
@@ -19,19 +20,22 @@ from autoplan.plan import (
     StagePrediction,
     Workload,
 )
-from autoplan.planner.chain import NEVER, Chain, ChainItem, Cut
+from autoplan.planner.chain import NEVER, Chain, ChainItem, Cut, OnceAStep
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.space import Candidate, Pins
 from autoplan.regions import Region
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import RegionCost
-from autoplan_cost_models.stage_memory import memory_limit_bytes
-from autoplan_cost_models.stage_time import dp_span, expert_span, state_passes_s, weight_s, zero_exposed_s
+from autoplan_cost_models.region_work import ParameterUse
+from autoplan_cost_models.stage_memory import arriving_bytes, memory_limit_bytes, unit_bytes
+from autoplan_cost_models.stage_time import reduced_bytes, state_passes_s, weight_s, zero_exposed_s
 from autoplan_cost_models.step import price_plan
-from autoplan_cost_models.training_state import StateBytes, gradient_bytes, state_bytes
+from autoplan_cost_models.training_state import StateBytes, weight_bytes
+from autoplan_cost_models.zero import Held, held_bytes, held_trained, step_gather_s, step_reduce_s
 
 # Where recompute is hidden entirely behind ZeRO-3 traffic it costs nothing; keep the tensors all the same.
 RECOMPUTE_LAST_S = 1e-9
+ENDLESS_S = 1e4  # a backward that hides all it can
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,9 @@ class Pricing:
         self.costs, self.profile, self.workload, self.pins = costs, profile, workload, pins
         self.candidates = list(options)
         self.limit_bytes = memory_limit_bytes(profile)
+        self._count = Counter(region.class_id for region in costs.regions)
+        held = Counter((region.class_id, name) for region in costs.regions for name in region.parameters)
+        self._blocks_share = max(held.values(), default=0) > 1
 
     def chain(self, candidate: Candidate, *, limit_bytes: float | None = None) -> Chain:
         """The model's regions priced for one candidate."""
@@ -77,18 +84,36 @@ class Pricing:
             for class_id, pinned in {self._kind(region) for region in self.costs.regions}
         }
         costs = [self._cost(region.class_id, candidate) for region in self.costs.regions]
+        trained = self._trained(candidate)
         span = Span(2, candidate.mesh.stage_devices)
         least = min(cost.output_bytes for cost in costs)
+        items = tuple(kinds[self._kind(region)] for region in self.costs.regions)
         return Chain(
-            items=tuple(kinds[self._kind(region)] for region in self.costs.regions),
+            items=items,
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
             microbatches=candidate.microbatches,
             stages=candidate.mesh.pp * candidate.vpp,
             shared=self._shared(candidate),
+            arriving_bytes=arriving_bytes(
+                sum(trained[region.class_id].total for region in self.costs.regions),
+                self.workload.dtype,
+                candidate.groups,
+            ),
+            once_whole_s=self._once_whole_s(items, trained, candidate),
             hop_s=self.costs.cost_model.collective_s("p2p", least, span) if candidate.mesh.pp > 1 else 0.0,
             schedule=candidate.schedule,
             vpp=candidate.vpp,
         )
+
+    def could_fit(self, candidate: Candidate) -> bool:
+        """False where even an equal share of all states is more than a device has."""
+        if self._blocks_share:
+            return True
+        states = sum(
+            self._states(uses, candidate).total * self._count[class_id]
+            for class_id, uses in self._held_first(candidate).items()
+        )
+        return states / candidate.mesh.pp <= self.limit_bytes
 
     def priced(self, candidate: Candidate, cut: Cut) -> Priced:
         """The part a cut makes, priced from scratch."""
@@ -127,14 +152,11 @@ class Pricing:
         return self.costs.cost(class_id, candidate.inside, candidate.micro_batch)
 
     def _item(self, class_id: str, pinned: str | None, candidate: Candidate) -> ChainItem:
-        cost, mesh = self._cost(class_id, candidate), candidate.mesh
+        cost, groups = self._cost(class_id, candidate), candidate.groups
         model, dtype = self.costs.cost_model, self.workload.dtype
-        waits = [
-            zero_exposed_s(cost, kind, model, mesh, dtype) if candidate.zero == 3 else (0.0, 0.0)
-            for kind in RECOMPUTE
-        ]
-        passes = state_passes_s(cost, model, mesh, candidate.zero, dtype)
-        slowest = model.speeds.slowest_of(mesh.devices)
+        waits = [zero_exposed_s(cost, kind, model, groups, dtype) for kind in RECOMPUTE]
+        passes = state_passes_s(cost, model, groups, dtype)
+        slowest = model.speeds.slowest_of(candidate.mesh.devices)
         backward_s = slowest * (cost.backward_s + passes[1]) + cost.tp_backward_s + waits[0][1]
         extra = tuple(
             max(0.0, slowest * cost.recompute_s[kind] + waits[i][1] - waits[0][1])
@@ -143,9 +165,6 @@ class Pricing:
             else NEVER
             for i, kind in enumerate(RECOMPUTE)
         )
-        gathers = candidate.zero == 3 and mesh.replicas > 1
-        whole_gradients = gradient_bytes(cost.trainable_numel, dtype, candidate.zero)
-        sync_s, update_s = self._once_a_step(cost, candidate)
         return ChainItem(
             key=f"{class_id}/{pinned or 'any'}",
             forward_s=slowest * (cost.forward_s + passes[0]) + cost.tp_forward_s + waits[0][0],
@@ -153,60 +172,88 @@ class Pricing:
             extra_s=(extra[0], extra[1], extra[2]),
             saved_bytes=_three(cost.saved_bytes),
             transient_bytes=_three(cost.transient_bytes),
-            static_bytes=self._region_states(cost, candidate).total + cost.buffer_bytes,
-            gathered_bytes=cost.parameter_bytes + whole_gradients if gathers else 0.0,
+            static_bytes=self._states(cost.parameters, candidate).total + cost.buffer_bytes,
+            gathered_bytes=unit_bytes(cost, dtype, groups),
             output_bytes=cost.output_bytes,
             side=tuple((item.name, item.bytes) for item in cost.side_items),
-            sync_s=sync_s,
-            update_s=update_s,
+            once=self._once_a_step(class_id, candidate),
             weight_s=slowest * weight_s(cost, passes),
             deferred_bytes=sum(item.bytes for item in cost.deferred_items),
         )
 
-    def _region_states(self, cost: RegionCost, candidate: Candidate) -> StateBytes:
-        """States of a region: of what all replicas have, and of its experts."""
-        dense = self._states(*cost.held(by_expert=False), candidate, candidate.mesh.replicas)
-        copies = candidate.mesh.replicas // candidate.mesh.ep
-        return dense + self._states(*cost.held(by_expert=True), candidate, copies)
+    def _states(self, uses: Sequence[ParameterUse], candidate: Candidate) -> StateBytes:
+        """What a rank keeps of parameters."""
+        dtype, optimizer = self.workload.dtype, self.workload.optimizer
+        return candidate.groups.states(held_bytes(uses), held_trained(uses), dtype=dtype, optimizer=optimizer)
 
-    def _states(
-        self, parameter_bytes: float, trainable_numel: float, candidate: Candidate, copies: int
-    ) -> StateBytes:
-        return state_bytes(
-            parameter_bytes,
-            trainable_numel,
-            dtype=self.workload.dtype,
-            optimizer=self.workload.optimizer,
-            zero=candidate.zero,
-            dp=copies,
-        )
+    def _update_bytes(self, numel: Held, candidate: Candidate) -> float:
+        """What updating trained parameters moves, at least."""
+        dtype, optimizer = self.workload.dtype, self.workload.optimizer
+        return candidate.groups.states(Held(), numel, dtype=dtype, optimizer=optimizer).optimizer_traffic
 
-    def _once_a_step(self, cost: RegionCost, candidate: Candidate) -> tuple[float, float]:
-        """This region's least share of a stage's gradient sync and update.
+    def _once_a_step(self, class_id: str, candidate: Candidate) -> OnceAStep:
+        """What a region adds, at least, to what its stage does once a step.
 
-        Both times are concave in bytes (latency, then bandwidth), so the time of the whole model's bytes,
+        All times are concave in bytes (latency, then bandwidth), so the time of the whole model's bytes,
         shared out by bytes, is at most the time of a stage's bytes.
         """
-        model, mesh = self.costs.cost_model, candidate.mesh
-        costs = [self._cost(region.class_id, candidate) for region in self.costs.regions]
-        if cost.trainable_numel == 0:
-            return 0.0, 0.0
-        sync_s = 0.0
-        for by_expert, span in ((False, dp_span(mesh)), (True, expert_span(mesh))):
-            own, whole = cost.held(by_expert=by_expert)[1], sum(c.held(by_expert=by_expert)[1] for c in costs)
-            if candidate.zero == 0 and own:
-                moved = gradient_bytes(whole, self.workload.dtype, candidate.zero)
-                sync_s += model.collective_s("all_reduce", moved, span) * own / whole
-        traffic = self._update_bytes(cost, candidate)
-        whole = sum(self._update_bytes(one, candidate) for one in costs)
-        return sync_s, model.speeds.pass_seconds(whole) * traffic / whole
+        model, groups, dtype = self.costs.cost_model, candidate.groups, self.workload.dtype
+        trained = self._trained(candidate)
+        whole = sum((trained[region.class_id] for region in self.costs.regions), Held())
+        own = trained[class_id]
+        if own.total == 0:
+            return OnceAStep()
 
-    def _update_bytes(self, cost: RegionCost, candidate: Candidate) -> float:
-        """What updating a region's trained parameters moves."""
-        copies = candidate.mesh.replicas // candidate.mesh.ep
-        dense = self._states(0.0, cost.held(by_expert=False)[1], candidate, candidate.mesh.replicas)
-        experts = self._states(0.0, cost.held(by_expert=True)[1], candidate, copies)
-        return (dense + experts).optimizer_traffic
+        def reduce_s(numel: Held) -> float:
+            return groups.reduce_s(model, numel * reduced_bytes(model, dtype))
+
+        def gather_s(numel: Held) -> float:
+            return groups.gather_s(model, numel * weight_bytes(1, dtype)) if groups.gathers_once else 0.0
+
+        def shared(seconds: Callable[[Held], float]) -> float:
+            parts = [(own.dense, Held(whole.dense)), (own.experts, Held(0.0, whole.experts))]
+            return sum(seconds(kind) * amount / kind.total for amount, kind in parts if amount)
+
+        update = self._update_bytes(own, candidate), self._update_bytes(whole, candidate)
+        return OnceAStep(
+            reduce_s=shared(reduce_s),
+            reduce_alone_s=reduce_s(own),
+            gather_s=shared(gather_s),
+            gather_alone_s=gather_s(own),
+            update_s=model.speeds.pass_seconds(update[1]) * update[0] / update[1],
+        )
+
+    def _once_whole_s(
+        self, items: Sequence[ChainItem], trained: Mapping[str, Held], candidate: Candidate
+    ) -> tuple[float, float]:
+        """What replicas' traffic adds to a stage of all regions: see :class:`Chain`."""
+        model, groups, dtype = self.costs.cost_model, candidate.groups, self.workload.dtype
+        if candidate.mesh.pp > 1 or candidate.mesh.replicas == 1:
+            return 0.0, 0.0
+        numel = [trained[region.class_id] for region in self.costs.regions]
+
+        def reduce_s(backward_s: Sequence[float]) -> float:
+            return step_reduce_s(groups, model, backward_s, numel[::-1], reduced_bytes(model, dtype))
+
+        width = weight_bytes(1, dtype)
+        forward_s = [item.forward_s for item in items]
+        gathered_s = step_gather_s(groups, model, forward_s, [one * width for one in numel], width)
+        shortest = [item.backward_s + min(item.extra_s) for item in reversed(items)]
+        return gathered_s + reduce_s(shortest), gathered_s + reduce_s([ENDLESS_S] * len(items))
+
+    def _trained(self, candidate: Candidate) -> dict[str, Held]:
+        """Trainable elements of a region of each class."""
+        return {name: held_trained(uses) for name, uses in self._held_first(candidate).items()}
+
+    def _held_first(self, candidate: Candidate) -> dict[str, list[ParameterUse]]:
+        """Parameters of a region of each class; those that several classes share count in the first."""
+        seen: set[str] = set()
+        held: dict[str, list[ParameterUse]] = {}
+        for class_id in self.costs.classes:
+            uses = self._cost(class_id, candidate).parameters
+            held[class_id] = [use for use in uses if use.source not in seen]
+            seen.update(use.source for use in uses)
+        return held
 
     def _shared(self, candidate: Candidate) -> tuple[tuple[int, int, float], ...]:
         """Parameters that regions of different classes read: counted once where both are on one stage."""
@@ -222,8 +269,7 @@ class Pricing:
             uses = self._cost(region.class_id, candidate).parameters
             use = next((use for use in uses if use.source == name), None)
             if use is not None:
-                trained = use.numel if use.trainable else 0.0
-                size = self._states(use.bytes, trained, candidate, candidate.mesh.replicas).total
+                size = self._states([use], candidate).total
                 shared += [(indices[0], other, size) for other in indices[1:]]
         return tuple(shared)
 

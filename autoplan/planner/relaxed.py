@@ -43,6 +43,8 @@ class RelaxedPricer(ColumnPricer):
 
     def __init__(self, chain: Chain) -> None:
         super().__init__(chain)
+        if chain.stages > 1:
+            self.arriving_bytes = 0.0  # a small stage has less on its way
         self._first_run: dict[str, int] = {}
         self._last_run: dict[str, int] = {}
         for index, run in enumerate(self.runs):

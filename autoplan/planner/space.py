@@ -15,9 +15,10 @@ from autoplan.errors import BadInputError
 from autoplan.plan import RECOMPUTE, Mesh, RegionPlan
 from autoplan.region_runs import expand_range, fold_regions
 from autoplan_cost_models.collectives import Span
+from autoplan_cost_models.zero import ZeroGroups, zero_groups
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-ZERO_STAGES = (0, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 SCHEDULES = ("1f1b",)
 CP_KINDS = ("ulysses", "ring")
 MOST = 2**20  # devices of a cluster, samples of a batch: more is a slip of the keyboard
@@ -26,7 +27,7 @@ SPACE = (
     "dp x tp x pp over all devices (tp inside a node, with and without sequence parallelism; "
     "experts whole, over a node's ranks or over all of dp that divide them), "
     "cp for long samples (by heads or round a ring, as attention takes less time), "
-    "micro-batch 1-32, ZeRO 0 and 3, "
+    "micro-batch 1-32, ZeRO 0-3 over all replicas or groups of them (a node; for ZeRO-3 2, 4, 8.. nodes), "
     "recompute none/selective/full per region, uneven stages, 1F1B"
 )
 
@@ -48,6 +49,7 @@ class Pins:
     ep: int | None = None
     micro_batch: int | None = None
     zero: int | None = None
+    zero_shard: int | None = None
     recompute: str | None = None
     schedule: str | None = None
     regions: tuple[tuple[str, str], ...] = ()
@@ -89,7 +91,10 @@ ALONE = Inside()
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh with a micro-batch and a ZeRO stage: everything but boundaries and recompute."""
+    """One mesh with a micro-batch and a ZeRO stage: everything but boundaries and recompute.
+
+    ``zero_shard`` replicas share one copy of what ZeRO shards, 0: all of them.
+    """
 
     mesh: Mesh
     micro_batch: int
@@ -100,6 +105,11 @@ class Candidate:
     vpp: int = 1
     sp: bool = False
     cp_kind: str = ""
+
+    @property
+    def groups(self) -> ZeroGroups:
+        """How ZeRO groups the replicas."""
+        return zero_groups(self.mesh, self.zero, self.zero_shard)
 
     @property
     def inside(self) -> Inside:
@@ -202,11 +212,13 @@ def candidates(
     micro_batches: Sequence[int] = MICRO_BATCHES,
     sp_degrees: Collection[int] = (),
     contexts: Contexts | None = None,
+    node: int = 0,
 ) -> list[Candidate]:
     """Every legal combination; raises BadInputError naming the pin or batch that leaves none.
 
     ``sp_degrees`` are the tp degrees that can share the tokens of activations; ``contexts`` the cp degrees
-    beside each, with how attention runs on them.
+    beside each, with how attention runs on them; ``node`` is how many devices a node has, which ZeRO's groups
+    are made of (0: no groups).
     """
     contexts = contexts or {}
     if pins.sp:
@@ -215,11 +227,10 @@ def candidates(
     if not meshes:
         raise BadInputError(_no_mesh_message(devices, tp_degrees, max_stages, pins))
     found = [
-        Candidate(mesh, size, global_batch // (mesh.dp * size), zero, sp=sp, cp_kind=kind)
+        Candidate(mesh, size, global_batch // (mesh.dp * size), zero, shard, sp=sp, cp_kind=kind)
         for mesh in meshes
         for size in _micro_batches(global_batch, mesh.dp, pins, micro_batches)
-        for zero in ((pins.zero,) if pins.zero is not None else ZERO_STAGES)
-        if not (zero and mesh.replicas == 1 and pins.zero is None)
+        for zero, shard in _zero_options(mesh, node, pins)
         for kind in (contexts[mesh.tp][mesh.cp] if mesh.cp > 1 else ("",))
         for sp in _sharings(mesh.tp in sp_degrees, pins)[-1 if mesh.cp > 1 else 0 :]
     ]
@@ -246,6 +257,28 @@ def _sharings(possible: bool, pins: Pins) -> tuple[bool, ...]:
     if pins.sp is not None:
         return (bool(pins.sp),)
     return (False, True) if possible else (False,)
+
+
+def _zero_options(mesh: Mesh, node: int, pins: Pins) -> Iterator[tuple[int, int]]:
+    """(ZeRO stage, replicas that share a copy): all of them, those in a node; larger groups pay for ZeRO-3
+    alone, whose traffic they keep from growing with the cluster."""
+    replicas = mesh.replicas
+    for zero in (pins.zero,) if pins.zero is not None else ZERO_STAGES:
+        if replicas == 1 or zero == 0:
+            if pins.zero is not None or zero == 0:
+                yield zero, 0
+            continue
+        if pins.zero_shard:
+            if replicas % pins.zero_shard == 0:
+                yield zero, pins.zero_shard % replicas
+            continue
+        yield zero, 0
+        group = node // mesh.tp
+        while 1 < group < replicas and replicas % group == 0:
+            yield zero, group
+            group *= 2
+            if zero != 3:
+                break
 
 
 def _meshes(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import Mesh, Part
 from autoplan_cost_models.collectives import Span
-from autoplan_cost_models.stage_time import dp_span
+from autoplan_cost_models.zero import zero_groups
 
 FAST, NODE, NETWORK = "fast domain", "node", "network"
 TIER_WORDS: Mapping[str, str] = {
@@ -54,7 +54,7 @@ def axis_spans(mesh: Mesh) -> dict[str, Span]:
         "tp": Span(mesh.tp, 1),
         "cp": Span(mesh.cp, mesh.tp),
         "ep": Span(mesh.ep, mesh.tp * mesh.cp),
-        "dp": dp_span(mesh),
+        "dp": zero_groups(mesh, 0).all,
         "pp": Span(2 if mesh.pp > 1 else 1, mesh.stage_devices),
     }
     return {axis: span for axis, span in spans.items() if span.size > 1}

@@ -184,7 +184,7 @@ def _reasons(because: Mapping[str, float], step_s: float) -> str:
 def shape(plan: Plan) -> str:
     """``pp 2 x dp 4 x tp 8, micro-batch 1 x 64, ZeRO 0``."""
     part = plan.parts[0]
-    return f"{part.mesh}, micro-batch {part.micro_batch} x {part.microbatches}, ZeRO {part.zero}"
+    return f"{part.mesh}, micro-batch {part.micro_batch} x {part.microbatches}, {part.zero_text}"
 
 
 def _first_sentence(text: str) -> str:

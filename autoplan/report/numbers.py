@@ -26,6 +26,7 @@ from autoplan_cost_models.kernels import CONTRACTION_KINDS
 from autoplan_cost_models.region_cost import CollectiveCost, RegionCost
 from autoplan_cost_models.stage_time import state_passes_s
 from autoplan_cost_models.step import peak_flops_per_s
+from autoplan_cost_models.zero import part_groups
 
 SUM = "the sum of its inputs"
 
@@ -168,11 +169,11 @@ class Numbers:
         return Number(f"{path}/slowest_device", value, "", formula, source=_said(variation))
 
     def _compute(self) -> Number:
-        mesh, zero, dtype = self.part.mesh, self.part.zero, self.plan.workload.dtype
+        groups, dtype = part_groups(self.part), self.plan.workload.dtype
         regions: list[Number] = []
         for name, count in self._busiest().items():
             cost = self.cost(name)
-            passes = state_passes_s(cost, self.model, mesh, zero, dtype)
+            passes = state_passes_s(cost, self.model, groups, dtype)
             path = f"compute/{name}"
             each_s = cost.forward_s + cost.backward_s + sum(passes)
             kernels = self._operations(path, name)
@@ -310,9 +311,10 @@ class Numbers:
 FORMULAS = {
     "pipeline_bubble": "makespan of the schedule's event simulation without hops - busiest rank's own time",
     "p2p": "makespan with hops - makespan without",
-    "gradient_sync": "last stage to have its gradients reduced - last backward",
+    "gradient_sync": "last stage to have its gradients reduced, beside its last backward - last backward",
     "optimizer": "one pass over gradients, master weights and moments, the slowest rank's",
-    "zero_gather": "what gathers and reductions of ZeRO-3 add beside compute, x microbatches",
+    "zero_gather": "what traffic of ZeRO-2, 3 adds beside compute x microbatches, and new weights of ZeRO-1 "
+    "and 2 to the first forward",
 }
 
 

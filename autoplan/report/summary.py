@@ -41,6 +41,7 @@ def plan_summary_json(plan: Plan, path: str | Path = "") -> dict[str, Any]:
         "microbatches": part.microbatches,
         "schedule": part.schedule,
         "zero": part.zero,
+        "zero_shard": part.zero_shard,
         "stages": [_stage(stage) for stage in part.stages],
         "collectives_per_layer_forward": dict(layer.collectives_forward) if layer else {},
         "bytes_per_layer_forward": layer.collective_bytes_forward if layer else 0.0,
@@ -110,6 +111,7 @@ def _part(part: Part) -> dict[str, Any]:
         "microbatches": part.microbatches,
         "schedule": part.schedule,
         "zero": part.zero,
+        "zero_shard": part.zero_shard,
         "stages": [_stage(stage) for stage in part.stages],
     }
 

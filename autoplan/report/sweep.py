@@ -39,7 +39,7 @@ def _point_json(point: Point) -> dict[str, Any]:
         "scaling_efficiency": point.efficiency,
         "cost_per_step": point.cost_per_step,
         "memory_peak_gib": max(peaks) / GIB,
-        "plan": f"{part.mesh}, micro-batch {part.micro_batch} x {part.microbatches}, ZeRO {part.zero}",
+        "plan": f"{part.mesh}, micro-batch {part.micro_batch} x {part.microbatches}, {part.zero_text}",
         "gap": point.plan.certificate.gap if point.plan.certificate else None,
     }
 

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.runtime.reduction import fill_buckets
-from autoplan.runtime.rows import read_rows, row_length, start_all_gather
+from autoplan.runtime.rows import matching, row_length, start_all_gather
 from autoplan.runtime.weights import Trained, local_of
-
-AHEAD = 2  # buckets that are gathered before they are read
+from autoplan_cost_models.zero import GATHERS_AHEAD
 
 
 class WeightRefresh:
@@ -55,7 +54,7 @@ class WeightRefresh:
         self._finish(needed)
 
     def _start(self) -> None:
-        while self._started < min(len(self._buckets), self._finished + AHEAD):
+        while self._started < min(len(self._buckets), self._finished + GATHERS_AHEAD):
             self._buckets[self._started].start()
             self._started += 1
 
@@ -93,5 +92,6 @@ class GatherBucket:
         self._work.wait()
         with torch.no_grad():
             for item, rows in zip(self.members, self._rows.split(self._lengths, 1)):
-                read_rows(rows, item.computing, item.dim)
+                for arrived, place in matching(rows, item.computing, item.dim):
+                    place.copy_(arrived)
         self._rows, self._work = torch.empty(0), None

@@ -1,10 +1,11 @@
 """Shards of a tensor in, the rows of one buffer out: how shards travel in a reduce-scatter or all-gather.
 
-A buffer is [shards, row length]; each row holds the pieces of one shard, padded where they are uneven.
+A buffer is [shards, row length]; each row holds the pieces of one shard, padded where they are smaller.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,38 +33,26 @@ def start_all_gather(rows: torch.Tensor, row: torch.Tensor, group: dist.ProcessG
 
 
 def row_length(shape: Sequence[int], dim: int, shards: int) -> int:
-    """Elements that a tensor cut along ``dim`` takes of every row."""
-    length = -(-shape[dim] // shards)
-    for other, size in enumerate(shape):
-        length *= size if other != dim else 1
-    return length
+    """Elements that a tensor cut along ``dim`` takes of every row (a single number: one)."""
+    return math.prod(-(-size // shards) if other == dim else size for other, size in enumerate(shape))
 
 
-def write_rows(rows: torch.Tensor, whole: torch.Tensor, dim: int) -> None:
-    """Lay ``whole`` into ``rows`` [shards, row_length], each shard's piece in its row."""
-    if whole.shape[dim] % len(rows) == 0:
-        _pieces_in(rows, whole, dim).copy_(_pieces_of(whole, dim, len(rows)))
-        return
-    for row, piece in zip(rows, whole.chunk(len(rows), dim)):
-        row[: piece.numel()].view(piece.shape).copy_(piece)
+def matching(rows: torch.Tensor, whole: torch.Tensor, dim: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of ``rows`` [shards, row_length] and of ``whole``, cut along ``dim``, of the same elements.
 
-
-def read_rows(rows: torch.Tensor, whole: torch.Tensor, dim: int) -> None:
-    """Fill ``whole`` from ``rows``: inverse of :func:`write_rows`."""
-    if whole.shape[dim] % len(rows) == 0:
-        _pieces_of(whole, dim, len(rows)).copy_(_pieces_in(rows, whole, dim))
-        return
-    for row, piece in zip(rows, whole.chunk(len(rows), dim)):
-        piece.copy_(row[: piece.numel()].view(piece.shape))
-
-
-def _pieces_of(whole: torch.Tensor, dim: int, shards: int) -> torch.Tensor:
-    """A view [shards, sizes before, size of a piece, sizes after] of a tensor that divides evenly."""
-    return whole.unflatten(dim, (shards, -1)).movedim(dim, 0)
-
-
-def _pieces_in(rows: torch.Tensor, whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """The same view of the buffer."""
-    shape = list(whole.shape)
-    shape[dim] //= len(rows)
-    return rows.unflatten(1, shape)
+    One pair where the pieces are even, a second one for the smaller piece at the end of dim 0 else.
+    """
+    if not whole.dim():
+        return [(rows, whole.view(1, 1))]
+    shards, size = len(rows), whole.shape[dim]
+    if size % shards == 0:
+        shape = list(whole.shape)
+        shape[dim] //= shards
+        return [(rows.unflatten(1, shape), whole.unflatten(dim, (shards, -1)).movedim(dim, 0))]
+    assert dim == 0, "other dims are cut evenly"
+    length = -(-size // shards)
+    full = size // length
+    pieces = rows.unflatten(1, (length, *whole.shape[1:]))
+    pairs = [(pieces[:full], whole[: full * length].unflatten(0, (full, length)))] if full else []
+    left = size - full * length
+    return [*pairs, (pieces[full, :left], whole[full * length :])] if left else pairs

@@ -37,6 +37,7 @@ MEGATRON = Execution(
     passes=MEGATRON_PASSES,
     gradient_bytes_per_parameter=FUSED_ACCUMULATION,
     reduced_bytes_per_parameter=2.0,
+    overlaps_gradients=False,
 )
 # Transformer Engine: gradients are reduced and weights gathered beside compute.
 TRANSFORMER_ENGINE = Execution(
@@ -44,7 +45,6 @@ TRANSFORMER_ENGINE = Execution(
     fuses_pointwise=True,
     passes=MEGATRON_PASSES,
     gradient_bytes_per_parameter=FUSED_ACCUMULATION,
-    overlaps_gradients=True,
 )
 # scripts/train/benchmarking/submit_benchmarks.py of mosaicml/llm-foundry: attn_impl triton. FSDP with flat
 # parameters: views, so nothing is copied out of the gathered buffer; gradients are joined and cast to the
@@ -57,6 +57,7 @@ COMPOSER = Execution(
     gradient_bytes_per_parameter=10.0,
     reduced_bytes_per_parameter=4.0,
     optimizer_passes=3.0,
+    overlaps_gradients=False,
 )
 # Its selective recompute keeps every second product (torchtitan/parallelisms/parallelize_llama.py).
 TORCHTITAN = Execution(
@@ -69,10 +70,10 @@ FRAMEWORKS: dict[str, Execution] = {
     "NeMo": TRANSFORMER_ENGINE,
     "Megatron-Bridge": TRANSFORMER_ENGINE,
     # flash attention, all else eager (InternLM/InternEvo@c628a8c874:internlm/model/modeling_internlm.py)
-    "InternEvo": Execution(attention="flash2", reduced_bytes_per_parameter=2.0, overlaps_gradients=True),
+    "InternEvo": Execution(attention="flash2", reduced_bytes_per_parameter=2.0),
     "LLM Foundry": COMPOSER,
     "torchtitan": TORCHTITAN,
-    "DeepSpeed": Execution(attention="flash3"),
+    "DeepSpeed": Execution(attention="flash3", overlaps_gradients=False),
 }
 COMPILED = replace(TORCHTITAN, fuses_pointwise=True, passes={"cross_entropy_loss": FUSED_LOSS})
 

@@ -36,7 +36,7 @@ class Execution:
     gathered_copies: float = 2.0
     selective_reruns_products: float = 0.0
     reduced_bytes_per_parameter: float | None = None
-    overlaps_gradients: bool = False
+    overlaps_gradients: bool = True
     overlaps_tp: bool = False
     optimizer_passes: float = 1.0
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 
 from autoplan.plan import Part
 from autoplan_cost_models.collectives import sent_bytes
-from autoplan_cost_models.region_work import ParameterUse
 from autoplan_cost_models.stage_memory import PlacedRegion, stage_parameters
-from autoplan_cost_models.stage_time import StageSeconds, dp_span, expert_span
+from autoplan_cost_models.stage_time import StageSeconds
 from autoplan_cost_models.training_state import gradient_bytes
+from autoplan_cost_models.zero import ZeroGroups, held_bytes, held_trained, part_groups
 
 
 def forward_parts_s(regions: Sequence[PlacedRegion], seconds: StageSeconds) -> dict[str, float]:
@@ -55,24 +55,24 @@ def link_bytes(
 
 
 def _replica_bytes(regions: Sequence[PlacedRegion], part: Part, dtype: str) -> float:
-    """Gradients between replicas, and with ZeRO the weights too: see ``stage_time`` for when."""
-    uses = stage_parameters(regions)
-    experts = [use for use in uses if use.by_expert]
-    dense = [use for use in uses if not use.by_expert]
-    shared = _copies_bytes(dense, dp_span(part.mesh).size, part, dtype)
-    return shared + _copies_bytes(experts, expert_span(part.mesh).size, part, dtype)
+    """Gradients between replicas, and with ZeRO the weights too: see ``zero`` for when."""
+    uses, groups = stage_parameters(regions), part_groups(part)
+    gradients = held_trained(uses) * gradient_bytes(1, dtype)
+    weights = held_bytes(uses, trained=groups.zero < 2)
+    m = part.microbatches
+    experts = _copies_bytes(groups.of_experts, gradients.experts, weights.experts, m)
+    return _copies_bytes(groups, gradients.dense, weights.dense, m) + experts
 
 
-def _copies_bytes(uses: Sequence[ParameterUse], ranks: int, part: Part, dtype: str) -> float:
-    """The same of parameters of which ``ranks`` have copies."""
-    gradients = gradient_bytes(sum(use.numel for use in uses if use.trainable), dtype, part.zero)
-    if part.zero == 0:
-        return sent_bytes("all_reduce", gradients, ranks)
-    reduced = sent_bytes("reduce_scatter", gradients, ranks)
-    if part.zero < 3:
-        return reduced + sent_bytes("all_gather", gradients, ranks)
-    gathered = sent_bytes("all_gather", float(sum(use.bytes for use in uses)), ranks)
-    return part.microbatches * (2 * gathered + reduced)
+def _copies_bytes(groups: ZeroGroups, gradients: float, weights: float, microbatches: int) -> float:
+    """The same for parameters with one group of copies."""
+    if groups.zero == 0:
+        return sent_bytes("all_reduce", gradients, groups.replicas)
+    reduced = sent_bytes("reduce_scatter", gradients, groups.shards)
+    across = sent_bytes("all_reduce", gradients / groups.shards, groups.across.size)
+    gathered = sent_bytes("all_gather", weights, groups.shards)
+    gathers = 2 * microbatches if groups.zero == 3 else 1
+    return across + gathers * gathered + (microbatches if groups.zero > 1 else 1) * reduced
 
 
 def _by_axis(amounts: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -13,7 +13,8 @@ from autoplan.hardware import HardwareProfile
 from autoplan.plan import MemoryItem
 from autoplan_cost_models.region_cost import RegionCost
 from autoplan_cost_models.region_work import ParameterUse
-from autoplan_cost_models.training_state import StateBytes, gradient_bytes, state_bytes
+from autoplan_cost_models.training_state import StateBytes, unit_gradient_bytes, weight_bytes
+from autoplan_cost_models.zero import GATHERS_AHEAD, ZeroGroups, held_bytes, held_trained
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,7 @@ class StageSetting:
 
     dtype: str
     optimizer: str
-    zero: int
-    dp: int
-    ep: int = 1
+    groups: ZeroGroups
 
 
 def memory_limit_bytes(profile: HardwareProfile) -> float:
@@ -46,56 +45,76 @@ def memory_limit_bytes(profile: HardwareProfile) -> float:
 def stage_states(regions: Sequence[PlacedRegion], setting: StageSetting) -> StateBytes:
     """Weights, gradients, master weights and moments of a stage; a tied parameter counts once."""
     uses = stage_parameters(regions)
-
-    def states(held: Sequence[ParameterUse], copies: int) -> StateBytes:
-        return state_bytes(
-            float(sum(use.bytes for use in held)),
-            float(sum(use.numel for use in held if use.trainable)),
-            dtype=setting.dtype,
-            optimizer=setting.optimizer,
-            zero=setting.zero,
-            dp=copies,
-        )
-
-    dense = states([use for use in uses if not use.by_expert], setting.dp)
-    return dense + states([use for use in uses if use.by_expert], setting.dp // setting.ep)
+    return setting.groups.states(
+        held_bytes(uses), held_trained(uses), dtype=setting.dtype, optimizer=setting.optimizer
+    )
 
 
 def stage_parameters(regions: Sequence[PlacedRegion]) -> list[ParameterUse]:
-    """The parameters a stage holds. Regions of one layout hold different ones (each block its own);
-    regions of different layouts that name the same source share it (tied weights)."""
+    """The parameters a stage holds."""
+    return [use for held in parameters_by_region(regions) for use in held]
+
+
+def parameters_by_region(regions: Sequence[PlacedRegion]) -> list[list[ParameterUse]]:
+    """The parameters that each region is the first of its stage to hold. Regions of one layout hold different
+    ones (each block its own); regions of different layouts that name the same source share it (tied
+    weights)."""
     first_layout: dict[str, str] = {}
-    held: list[ParameterUse] = []
-    for region in regions:
-        for use in region.cost.parameters:
-            if first_layout.setdefault(use.source, region.layout) == region.layout:
-                held.append(use)
-    return held
+    return [
+        [
+            use
+            for use in region.cost.parameters
+            if first_layout.setdefault(use.source, region.layout) == region.layout
+        ]
+        for region in regions
+    ]
 
 
 def gathered_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[MemoryItem]:
-    """Under ZeRO-3: the two largest regions' weights and gradients whole (one in use, one arriving or
-    leaving)."""
-    if setting.zero < 3 or setting.dp <= 1:
-        return []
-    largest = sorted(regions, key=lambda region: -region.cost.parameter_bytes)[:2]
+    """Under ZeRO-2 and 3: the two largest regions' gradients whole, and under ZeRO-3 their weights (one in
+    use, one arriving or leaving). Under ZeRO-1: new weights on their way."""
+    groups = setting.groups
+    if groups.zero == 1:
+        trained = sum(use.numel for use in stage_parameters(regions) if use.trainable)
+        return [MemoryItem("new weights that arrive", arriving_bytes(trained, setting.dtype, groups))]
     items: list[MemoryItem] = []
-    for region in largest:
-        whole_gradient = gradient_bytes(region.cost.trainable_numel, setting.dtype, setting.zero)
-        items.append(MemoryItem(f"gathered weights of {region.name}", region.cost.parameter_bytes))
-        items.append(MemoryItem(f"whole gradients of {region.name}", whole_gradient))
+    for region in sorted(regions, key=lambda region: -region.cost.parameter_bytes)[:2]:
+        if groups.zero == 3:
+            items.append(MemoryItem(f"gathered weights of {region.name}", region.cost.parameter_bytes))
+        if groups.zero >= 2:
+            whole = unit_gradient_bytes(region.cost.trainable_numel, setting.dtype)
+            items.append(MemoryItem(f"whole gradients of {region.name}", whole))
     return items
+
+
+def unit_bytes(cost: RegionCost, dtype: str, groups: ZeroGroups) -> float:
+    """What one region, if it is among the two largest, adds to :func:`gathered_items`."""
+    if groups.zero < 2:
+        return 0.0
+    weights = cost.parameter_bytes if groups.zero == 3 else 0.0
+    return weights + unit_gradient_bytes(cost.trainable_numel, dtype)
+
+
+def arriving_bytes(trained_numel: float, dtype: str, groups: ZeroGroups) -> float:
+    """Buffers of the weights that ZeRO-1 gathers ahead of the forward that reads them."""
+    if groups.zero != 1:
+        return 0.0
+    return weight_bytes(min(trained_numel, GATHERS_AHEAD * groups.bucket_elements), dtype)
 
 
 def state_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[MemoryItem]:
     """Weights, gradients, master weights, moments and buffers."""
     states = stage_states(regions, setting)
     buffers = sum(region.cost.buffer_bytes for region in regions)
-    shared = "" if setting.zero < 3 or setting.dp == 1 else f" (1/{setting.dp} of each)"
+    zero, shards = setting.groups.zero, setting.groups.shards
+
+    def named(name: str, shared_from: int) -> str:
+        return f"{name} (1/{shards} of each)" if zero >= shared_from and shards > 1 else name
+
     return [
-        MemoryItem(f"weights{shared}", states.weights),
-        MemoryItem("gradients", states.gradients),
-        MemoryItem("master weights", states.master),
-        MemoryItem(f"{setting.optimizer} moments", states.moments),
+        MemoryItem(named("weights", 3), states.weights),
+        MemoryItem(named("gradients", 2), states.gradients),
+        MemoryItem(named("master weights", 1), states.master),
+        MemoryItem(named(f"{setting.optimizer} moments", 1), states.moments),
         MemoryItem("buffers", buffers),
     ]

@@ -26,8 +26,9 @@ from autoplan_cost_models.stage_memory import (
     stage_parameters,
     stage_states,
 )
-from autoplan_cost_models.stage_time import StageSeconds, dp_span, partial_sync_s, stage_seconds, sum_seconds
+from autoplan_cost_models.stage_time import StageSeconds, partial_sync_s, stage_seconds, sum_seconds
 from autoplan_cost_models.training_state import gradient_bytes
+from autoplan_cost_models.zero import part_groups
 
 RegionCosts = Mapping[str, RegionCost] | Callable[[RegionPlan], RegionCost]
 BREAKDOWN = (
@@ -101,17 +102,16 @@ def _price_stages(
     placed = [tuple(_place(region, costs) for region in stage.regions) for stage in part.stages]
     sends = [0.0, *(regions[-1].cost.output_bytes for regions in placed[:-1]), 0.0]
     loads = [StageLoad(*load) for load in zip(placed, sends, sends[1:])]
-    setting = StageSetting(workload.dtype, workload.optimizer, part.zero, part.mesh.replicas, part.mesh.ep)
+    setting = StageSetting(workload.dtype, workload.optimizer, part_groups(part))
     memory = [_rank_memory(part, loads, setting, rank) for rank in range(part.mesh.pp)]
     priced: list[PricedStage] = []
     for index, load in enumerate(loads):
         states = stage_states(load.regions, setting)
         held = stage_parameters(load.regions)
-        trainable = sum(use.numel for use in held if use.trainable)
         seconds = stage_seconds(
-            load.regions, states, trainable, cost_model, part.mesh, part.zero, workload.dtype
+            load.regions, states, cost_model, setting.groups, workload.dtype, part.mesh.devices
         )
-        summed_s = partial_sync_s(held, cost_model, part.mesh, part.zero, workload.dtype)
+        summed_s = partial_sync_s(held, cost_model, Span(part.mesh.tp, 1), setting.groups, workload.dtype)
         seconds = replace(seconds, gradient_sync=seconds.gradient_sync + summed_s)
         flying = in_flight(part.schedule, index, len(loads), part.microbatches, part.vpp)
         priced.append(PricedStage(load, seconds, flying, *memory[index % part.mesh.pp]))
@@ -155,7 +155,7 @@ def _breakdown(
         "compute": m * (busiest.forward_compute + busiest.backward_compute),
         "recompute": m * busiest.recompute,
         "tp_communication": m * busiest.tp_communication,
-        "zero_gather": m * busiest.zero_gather,
+        "zero_gather": m * busiest.zero_gather + _weight_gather_s(stages),
         "pipeline_bubble": max(0.0, without_hops - m * (busiest.forward + busiest.backward)),
         "p2p": max(0.0, makespan - without_hops),
         "gradient_sync": synced - makespan + tied_sync_s,
@@ -170,6 +170,16 @@ def _last_ends(part: Part, stages: Sequence[PricedStage], hops: Sequence[float])
     weight = [stage.seconds.weight for stage in stages]
     m = part.microbatches
     return rank_ends(part.schedule, forward, backward, m, hops, vpp=part.vpp, weight_s=weight)
+
+
+def _weight_gather_s(stages: Sequence[PricedStage]) -> float:
+    """How much later the step is done for new weights that arrive at its start: a stage waits for its first
+    micro-batch in any case."""
+    waits, before_s = [0.0], 0.0
+    for stage in stages:
+        waits.append(stage.seconds.weight_gather - before_s)
+        before_s += stage.seconds.forward
+    return max(waits)
 
 
 def _tied_sync_s(
@@ -189,7 +199,7 @@ def _tied_sync_s(
         places = sorted(set(by_layout.values()))
         if len(by_layout) > 1 and len(places) > 1:
             stride = part.mesh.stage_devices * (places[-1] - places[0])
-            moved = gradient_bytes(sizes[source], workload.dtype, part.zero)
+            moved = gradient_bytes(sizes[source], workload.dtype) / part_groups(part).shards
             total += cost_model.collective_s("all_reduce", moved, Span(len(places), stride))
     return total
 
@@ -204,12 +214,11 @@ def _estimated(
     part: Part, stages: Sequence[PricedStage], cost_model: CostModel, workload: Workload
 ) -> tuple[str, ...]:
     """Names of every estimated quantity behind the forecast."""
-    profile, mesh = cost_model.profile, part.mesh
+    profile, mesh, groups = cost_model.profile, part.mesh, part_groups(part)
     names = {name for stage in stages for region in stage.regions for name in region.cost.estimated}
-    kinds = {0: ("all_reduce",), 3: ("all_gather", "reduce_scatter")}.get(part.zero, ("reduce_scatter",))
-    for kind in kinds:
-        names |= cost_model.links.estimated(kind, dp_span(mesh))
-    if part.zero == 3 and mesh.replicas > 1:
+    for kind, span in groups.kinds:
+        names |= cost_model.links.estimated(kind, span)
+    if groups.kinds:
         names.add("slowdown of overlapped communication")
     if mesh.pp > 1:
         names |= cost_model.links.estimated("p2p", Span(2, mesh.stage_devices))
