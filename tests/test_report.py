@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,11 @@ from autoplan.report.html import plans_profile, report_html
 from autoplan.report.markup import Markup, raw, tag
 from autoplan.report.memory_curve import memory_curve
 from autoplan.report.mermaid import plan_mermaid
+from autoplan.report.operations import operation_rows, operations_dot
 from autoplan.report.page.timeline import pieces
 from autoplan.report.timeline import Timeline, timeline
 from autoplan.report.waterfall import waterfall
+from autoplan.runtime.layout_graphs import layout_graphs
 from autoplan.units import bytes_text, seconds_text
 
 GPT = Path(__file__).parent.parent / "examples" / "gpt.py"
@@ -246,6 +249,33 @@ def test_a_large_plan_is_a_small_page() -> None:
     assert len(list(root.iter())) < 12_000
     assert "x127 alike" in words_of(root) or "x128 alike" in words_of(root)
     assert report_html(large_plan()) == text
+
+
+def test_operations_are_what_a_rank_runs(tmp_path: Path) -> None:
+    """A drawing of the whole model's shapes, or without the messages that the plan was priced with."""
+    pins = ("tp=2", "pp=2", "schedule=1f1b")
+    plan = search_plan(GPT, hw="cpu", devices=4, global_batch=16, pins=pins)
+    graphs = layout_graphs(plan, GPT)
+    assert set(graphs) == set(plan.layouts)
+    for name, graph in graphs.items():
+        layout, rows = plan.layouts[name], operation_rows(graph, plan.layouts[name])
+        counts = {"forward": layout.collectives_forward, "backward": layout.collectives_backward}
+        for direction, expected in counts.items():
+            sent = [text for row in rows for text in row.sends if text.startswith(direction)]
+            kinds = Counter(text.split()[1].replace("-", "_") for text in sent)
+            assert kinds == Counter({kind: count for kind, count in expected.items() if count}), name
+        drawn = set(re.findall(r'^  "([^"]+)" \[label', operations_dot(rows), re.MULTILINE))
+        ends = set(re.findall(r'"([^"]+)" -> "([^"]+)"', operations_dot(rows)))
+        assert {end for edge in ends for end in edge} <= drawn
+        assert drawn == {row.name for row in rows if row.kind not in ("free", "parameter")}
+    root = parsed(report_html(plan, graphs))
+    shapes = [cell.text for cell in root.iter("td")]
+    assert "[192, 128] fp32" in shapes and "[384, 128] fp32" not in shapes  # qkv, cut in two
+    plan.save(tmp_path / "plan.yaml")
+    assert main(["show", str(tmp_path / "plan.yaml"), "--model", str(GPT)]) == 2
+    page = tmp_path / "page.html"
+    assert main(["show", str(tmp_path / "plan.yaml"), "--html", str(page), "--model", str(GPT)]) == 0
+    parsed(page.read_text())
 
 
 def test_what_would_close_a_script_is_refused() -> None:

@@ -18,6 +18,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("plan", type=Path, metavar="plan.yaml")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the whole report as one page")
     parser.add_argument(
+        "--model", type=Path, metavar="model.py", help="with --html: trace it and draw what a rank runs"
+    )
+    parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline for Perfetto (.json, or .pftrace)"
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan as SVG")
@@ -38,6 +41,10 @@ def run(args: argparse.Namespace) -> int:
     from autoplan.report.summary import plan_summary_json
     from autoplan.report.terminal import print_plan
 
+    if args.model is not None and args.html is None:
+        raise BadInputError(
+            f"--model is drawn in the report: type `--html report.html --model {args.model}`."
+        )
     plan = Plan.load(args.plan)
     warn_of_old_forecast(plan)
     drawn = _draw(plan, args) + _write_stages(plan, args.stages)
@@ -60,7 +67,7 @@ def _draw(plan: Any, args: argparse.Namespace) -> list[str]:
     from autoplan.report.trace import write_trace
 
     writers: dict[str, Callable[[Path], None]] = {
-        "html": lambda path: write_html(plan, path),
+        "html": lambda path: write_html(plan, path, _graphs(plan, args.model)),
         "trace": lambda path: write_trace(plan, path),
         "dot": lambda path: _write_text(path, plan_dot(plan)),
         "mermaid": lambda path: _write_text(path, plan_mermaid(plan)),
@@ -70,6 +77,18 @@ def _draw(plan: Any, args: argparse.Namespace) -> list[str]:
     for kind, path in asked.items():
         writers[kind](path)
     return [str(path) for path in asked.values()]
+
+
+def _graphs(plan: Any, model: Path | None) -> dict[str, Any]:
+    """What one rank runs by layout, where the model's file is given."""
+    if model is None:
+        return {}
+    from autoplan.cli.progress import progress
+    from autoplan.runtime.layout_graphs import layout_graphs
+
+    with progress() as say:
+        say(f"tracing {model}")
+        return layout_graphs(plan, model)
 
 
 def _write_drawing(plan: Any, form: str, path: Path) -> None:

@@ -7,7 +7,11 @@ block under the pointer, by D3 (ISC licence, ``assets/d3.LICENSE``), which trave
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+
+from torch import fx
 
 from autoplan.errors import AutoplanError, BadInputError
 from autoplan.hardware import HardwareProfile, load_profile
@@ -18,17 +22,20 @@ from autoplan.report.page.breakdown import breakdown_section
 from autoplan.report.page.cluster import cluster_section
 from autoplan.report.page.graph import graph_section
 from autoplan.report.page.memory import memory_section
+from autoplan.report.page.operations import operations_section
 from autoplan.report.page.runners import runners_section
 from autoplan.report.page.summary import certificate_section, footer, header, inputs_section
 from autoplan.report.page.timeline import timeline_section
 from autoplan.report.timeline import timeline
 
+NO_GRAPHS: Mapping[str, fx.GraphModule] = MappingProxyType({})
 _ASSETS = Path(__file__).parent / "assets"
 _CONTENTS = (
     ("time", "Where the time goes"),
     ("timeline", "Pipeline timeline"),
     ("memory", "Memory"),
     ("graph", "Model and stages"),
+    ("operations", "Operations"),
     ("cluster", "Cluster and traffic"),
     ("runners", "Runners-up"),
     ("certificate", "Certificate"),
@@ -36,16 +43,19 @@ _CONTENTS = (
 )
 
 
-def write_html(plan: Plan, path: str | Path) -> None:
+def write_html(plan: Plan, path: str | Path, graphs: Mapping[str, fx.GraphModule] = NO_GRAPHS) -> None:
     """Write the report to ``path``; BadInputError where that cannot be done."""
     try:
-        Path(path).write_text(report_html(plan), encoding="utf-8")
+        Path(path).write_text(report_html(plan, graphs), encoding="utf-8")
     except OSError as error:
         raise BadInputError(f"cannot write {path}: {error.strerror}.") from None
 
 
-def report_html(plan: Plan) -> str:
-    """The page's text; the same for equal plans and profiles."""
+def report_html(plan: Plan, graphs: Mapping[str, fx.GraphModule] = NO_GRAPHS) -> str:
+    """The page's text; the same for equal plans and profiles.
+
+    ``graphs``, what one rank runs by layout name, adds the operations inside each region.
+    """
     mark, profile = estimate_mark(plan), plans_profile(plan)
     lines = [line for part in plan.parts if (line := timeline(plan, part)) is not None]
     sections = (
@@ -53,6 +63,7 @@ def report_html(plan: Plan) -> str:
         timeline_section(plan, lines, mark),
         memory_section(plan, lines),
         graph_section(plan, mark),
+        operations_section(plan, graphs),
         cluster_section(plan, profile),
         runners_section(plan, mark),
         certificate_section(plan),

@@ -43,7 +43,7 @@ def _chart(falls: tuple[Fall, ...], step_s: float, mark: str) -> Markup:
         "waterfall",
         "From the ideal time to the predicted step",
         "; ".join(f"{fall.name} {seconds(fall.seconds, mark)}" for fall in falls),
-        _LEFT + _WIDTH + 110,
+        _LEFT + _WIDTH + 150,
         bottom + 26,
         rows,
         links,

@@ -38,7 +38,7 @@ def ticks(most: float, about: int = 7) -> list[float]:
         return [0.0]
     rough = most / about
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.75)
     return [step * i for i in range(math.floor(most / step * (1 + 1e-9)) + 1)]
 
 

@@ -15,7 +15,7 @@ from autoplan.report.markup import Markup, join, tag
 from autoplan.report.page.charts import picture, seconds, section, table
 from autoplan.report.palette import STAGE_STYLES
 from autoplan.report.words import boundary, counted, layout_lines, ranks_text
-from autoplan.units import bytes_text, count_text, seconds_text, share_text
+from autoplan.units import bytes_text, count_text, share_text
 
 _WIDE, _ACROSS, _DOWN = 264.0, 40.0, 46.0  # a card, and the room between cards
 _PAD, _LINE = 12.0, 14.0
@@ -107,9 +107,10 @@ class _Card:
         return tag("g", frame, body, class_=colour)
 
     def _forecast(self, told: StagePrediction) -> None:
-        again = f" (recompute {seconds_text(told.recompute_s)})" if told.recompute_s else ""
         forward, backward = (seconds(one, self.mark) for one in (told.forward_s, told.backward_s))
-        self._line(f"forward {forward}, backward {backward}{again}")
+        self._line(f"forward {forward}, backward {backward}")
+        if told.recompute_s:
+            self._line(f"of it recompute {seconds(told.recompute_s, self.mark)}")
         share = told.memory_peak_bytes / told.memory_limit_bytes
         self._line(f"memory {share_text(told.memory_peak_bytes, told.memory_limit_bytes)} ({share:.0%})")
         y, whole = self.bottom + 5, _WIDE - 2 * _PAD

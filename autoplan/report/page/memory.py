@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from autoplan.plan import Part, Plan, Stage, StagePrediction
-from autoplan.report.markup import Markup, tag
+from autoplan.report.markup import Child, Markup, tag
 from autoplan.report.memory_curve import Curve, memory_curve
 from autoplan.report.page.charts import bar, byte_ticks, picture, section, table
 from autoplan.report.summary import fullest_stage
 from autoplan.report.timeline import Timeline
 from autoplan.units import bytes_text, share_text
 
-_WIDE, _HIGH, _GAP = 262.0, 96.0, 22.0
+_ALL, _HIGH, _GAP = 1104.0, 96.0, 22.0
 _COLUMNS = 4
 _LEFT, _TOP = 58.0, 22.0
 _DOWN = _HIGH + 36.0
 
 
 def memory_section(plan: Plan, lines: Sequence[Timeline]) -> Markup:
-    """Curves a rank, then what the peak of every stage is made of."""
+    """Curves a rank, then what the peak of every rank is made of."""
     inside: list[Markup] = []
     for index, line in enumerate(lines):
         curves = [memory_curve(line, track) for track in line.tracks]
@@ -36,15 +37,19 @@ def _explained() -> Markup:
         "p",
         "Each panel is one rank of the pipeline over the step. The dark ground is always there (weights, "
         "optimizer states, gradients, buffers); what stands on it are the saved tensors of the micro-batches "
-        "in flight and, in a backward, its temporaries. The dashed line is what the chip can give.",
+        "in flight and, in a backward, its temporaries. The dashed line is what the chip can give, left "
+        "out where it is far above.",
     )
 
 
 def _curves(name: str, part: Part, curves: Sequence[Curve], step_s: float) -> Markup:
     columns = min(_COLUMNS, len(curves))
     rows = -(-len(curves) // columns)
-    most = max(max(curve.highest_bytes, curve.limit_bytes) for curve in curves)
-    wide = _WIDE if columns > 1 else 2 * _WIDE
+    highest, limit = (
+        max(getattr(curve, name) for curve in curves) for name in ("highest_bytes", "limit_bytes")
+    )
+    most = max(highest, limit) if highest > limit / 3 else 1.1 * highest  # far below it, its line is left out
+    wide = (_ALL + _GAP) / columns - _GAP
     panels = [
         _panel(curve, _LEFT + i % columns * (wide + _GAP), _TOP + i // columns * _DOWN, wide, most, step_s)
         for i, curve in enumerate(curves)
@@ -53,7 +58,7 @@ def _curves(name: str, part: Part, curves: Sequence[Curve], step_s: float) -> Ma
         name,
         f"Memory of each rank over the step, {part.name}",
         "; ".join(f"stage {_stages(c)}: at most {share_text(c.peak_bytes, c.limit_bytes)}" for c in curves),
-        _LEFT + columns * (wide + _GAP),
+        _LEFT + _ALL + _GAP,
         _TOP + rows * _DOWN,
         panels,
     )
@@ -74,7 +79,7 @@ def _panel(curve: Curve, left: float, top: float, wide: float, most: float, step
         tag("text", title, x=left, y=top - 7, class_="name"),
         tag("path", d=f"M{at(0, 0)} L{points} L{at(step_s, 0)}z", class_="held"),
         tag("rect", x=left, y=ground, width=wide, height=top + _HIGH - ground, class_="always"),
-        tag("line", x1=left, x2=left + wide, y1=limit, y2=limit, class_="limit"),
+        tag("line", x1=left, x2=left + wide, y1=limit, y2=limit, class_="limit") if limit >= top else None,
         tag("line", x1=left, x2=left + wide, y1=top + _HIGH, y2=top + _HIGH, class_="base"),
     ]
     return tag("g", drawn, _bytes_axis(left, top, most) if left == _LEFT else None)
@@ -93,40 +98,73 @@ def _bytes_axis(left: float, top: float, most: float) -> Markup:
 
 
 def _peaks(part: Part, fullest: Stage | None) -> Iterator[Markup]:
-    """An overview of the stages, then each stage's tensors; the fullest stage's are open."""
-    told = [(s, stage, stage.prediction) for s, stage in enumerate(part.stages)]
-    known = [(s, stage, one) for s, stage, one in told if one is not None]
+    """An overview of the pipeline's ranks, then the tensors at each one's peak, the fullest's open."""
+    devices = [_Device(rank, part) for rank in range(part.mesh.pp)]
+    known = [device for device in devices if device.told]
     if not known:
         return
-    rows = [
-        [
-            f"stage {s}",
+    heads = ["", "peak", "limit", "", "used", "a micro-batch keeps", "in flight"]
+    yield table(f"Memory of one device, {part.name}", heads, [device.row() for device in known])
+    first = next((device for device in known if fullest in device.stages), known[0])
+    yield tag("details", tag("summary", f"Tensors at the peak of {first.peak}"), _items(first), open=True)
+    others = [
+        tag("details", tag("summary", f"Tensors at the peak of {device.peak}"), _items(device))
+        for device in known
+        if device is not first
+    ]
+    if others:
+        title = f"Tensors at the peak of the other {len(others)}" if len(others) > 1 else None
+        yield tag("details", tag("summary", title), others) if title else others[0]
+
+
+@dataclass(frozen=True)
+class _Device:
+    """One pipeline rank's device: each of its stages tells the memory of the whole device."""
+
+    rank: int
+    part: Part
+
+    @property
+    def numbers(self) -> range:
+        return range(self.rank, len(self.part.stages), self.part.mesh.pp)
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [self.part.stages[number] for number in self.numbers]
+
+    @property
+    def told(self) -> list[StagePrediction]:
+        return [stage.prediction for stage in self.stages if stage.prediction is not None]
+
+    @property
+    def name(self) -> str:
+        return f"stage{'s' * (len(self.numbers) > 1)} {', '.join(map(str, self.numbers))}"
+
+    @property
+    def peak(self) -> str:
+        return f"{self.name}: {share_text(self.told[0].memory_peak_bytes, self.told[0].memory_limit_bytes)}"
+
+    def row(self) -> list[Child]:
+        one = self.told[0]
+        share = one.memory_peak_bytes / one.memory_limit_bytes
+        return [
+            self.name,
             bytes_text(one.memory_peak_bytes),
             bytes_text(one.memory_limit_bytes),
-            bar(one.memory_peak_bytes / one.memory_limit_bytes, "share of the limit"),
-            f"{one.memory_peak_bytes / one.memory_limit_bytes:.1%}",
-            bytes_text(one.saved_bytes),
-            str(one.in_flight),
+            bar(share, "share of the limit"),
+            f"{share:.1%}",
+            ", ".join(bytes_text(stage.saved_bytes) for stage in self.told),
+            ", ".join(str(stage.in_flight) for stage in self.told),
         ]
-        for s, _, one in known
-    ]
-    heads = ["stage", "peak", "limit", "", "used", "a micro-batch keeps", "in flight"]
-    yield table(f"Memory of one device by stage, {part.name}", heads, rows)
-    for s, stage, one in known:
-        title = (
-            f"Tensors at the peak of stage {s}: {share_text(one.memory_peak_bytes, one.memory_limit_bytes)}"
-        )
-        inside = (tag("summary", title), _items(s, one))
-        yield tag("details", inside, open=stage is fullest)
 
 
-def _items(number: int, told: StagePrediction) -> Markup:
+def _items(device: _Device) -> Markup:
+    told = device.told[0]
     peak = told.memory_peak_bytes or 1.0
     rows = [
         [item.name, bytes_text(item.bytes), bar(item.bytes / peak, item.name), f"{item.bytes / peak:.1%}"]
         for item in told.memory_items
     ]
     total = ["together", bytes_text(told.memory_peak_bytes), "", ""]
-    return table(
-        f"What stage {number} holds at its peak", ["tensor", "bytes", "", "share"], rows, total=total
-    )
+    heads = ["tensor", "bytes", "", "share"]
+    return table(f"What {device.name} holds at its peak", heads, rows, total=total)

@@ -12,6 +12,7 @@ from autoplan.report.markup import Child, Markup, tag
 from autoplan.report.page.charts import paragraphs, seconds, section, table
 from autoplan.report.summary import fullest_stage
 from autoplan.units import bytes_text, count_text, seconds_text
+from autoplan.validation.worth import worth_text
 
 
 def header(plan: Plan) -> Markup:
@@ -90,6 +91,8 @@ def inputs_section(plan: Plan, profile: HardwareProfile | None) -> Markup:
         inside.append(tag("h3", "Estimated inputs"))
         said = f"Numbers marked ~ rest on entries of {plan.hardware}'s profile that were not measured:"
         inside += [paragraphs(said), tag("ul", [tag("li", name) for name in estimated], class_="columns")]
+    if plan.prediction is not None:
+        inside += [tag("h3", "What predictions are worth"), tag("p", worth_text(plan.hardware))]
     if profile is not None:
         inside.append(_estimates(profile))
     if not inside:
