@@ -158,7 +158,9 @@ class StagePrediction:
 
     ``forward_parts_s`` and ``backward_parts_s`` are the same seconds by cause (compute, recompute, the axes
     whose collectives show, zero) and sum to them; ``hop_s`` is the latency to the next stage. A micro-batch
-    in flight keeps ``saved_bytes``; the one that runs backward takes ``backward_bytes`` at the peak.
+    in flight keeps ``saved_bytes``; the one that runs backward takes ``backward_bytes`` at the peak. Of
+    ``backward_s`` a schedule that splits the backward puts off ``weight_s``, and keeps ``deferred_bytes`` of
+    each micro-batch until then. Memory is that of the device, which holds all stages of its pipeline rank.
     ``link_bytes`` is what the device sends in a step, by mesh axis.
     """
 
@@ -179,6 +181,8 @@ class StagePrediction:
     saved_bytes: float = 0.0
     backward_bytes: float = 0.0
     link_bytes: Mapping[str, float] = field(default_factory=dict[str, float])
+    weight_s: float = 0.0
+    deferred_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

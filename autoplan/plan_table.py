@@ -53,12 +53,16 @@ def estimate_mark(plan: Plan) -> str:
     return "~" if plan.prediction is not None and plan.prediction.estimated_inputs else ""
 
 
+def schedule_text(schedule: str, vpp: int) -> str:
+    """``1f1b``, or ``interleaved_1f1b of 2 stages a rank``."""
+    return schedule if vpp == 1 else f"{schedule} of {vpp} stages a rank"
+
+
 def part_line(part: Part) -> str:
     """``model: pp 2 x dp 4 x tp 8, micro-batch 1 x 64, 1f1b, ZeRO 0``."""
-    return (
-        f"{part.name}: {part.mesh}, "
-        f"micro-batch {part.micro_batch} x {part.microbatches}, {part.schedule}, {part.zero_text}"
-    )
+    batches = f"micro-batch {part.micro_batch} x {part.microbatches}"
+    schedule = schedule_text(part.schedule, part.vpp)
+    return f"{part.name}: {part.mesh}, {batches}, {schedule}, {part.zero_text}"
 
 
 def _stage_rows(number: int, stage: Stage) -> list[tuple[str, ...]]:

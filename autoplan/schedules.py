@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from autoplan.errors import BadInputError
 from autoplan.plan import SCHEDULES
 
@@ -196,33 +198,38 @@ def rank_actions(schedule: str, ranks: int, vpp: int, microbatches: int) -> tupl
     So no rank waits for another for ever, even where a send or a receive blocks until the other side is
     there. Messages stand where they would be if all forwards took one unit of time and all backwards two.
     """
+    code = TaskCode(ranks * vpp, microbatches)
+    steps = _rank_steps(schedule, ranks, vpp, microbatches)
+    return tuple(tuple(Action(WHAT[what], code.task(task)) for what, task in own) for own in steps)
+
+
+WHAT: tuple[Literal["run", "send", "receive"], ...] = ("run", "send", "receive")
+RUN, SEND, RECEIVE = range(3)  # places in WHAT
+_UNITS = (1, 2, 1, 1)  # of the kinds of tasks
+
+
+@lru_cache(_KEPT)
+def _rank_steps(
+    schedule: str, ranks: int, vpp: int, microbatches: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """(what, task) of every action of every rank, in whole numbers."""
     flow = task_flow(schedule, ranks, vpp, microbatches)
-    starts, ends = _unit_times(flow)
-    placed: list[tuple[int, int, int, int, Action]] = []
-    for i, task in enumerate(flow.tasks):
-        placed.append((starts[i], 1, i, flow.rank[i], Action("run", task)))
-        sender = flow.rank[flow.needs[i] - 1] if flow.needs[i] else flow.rank[i]
-        if sender != flow.rank[i]:
-            made = flow.needs[i] - 1
-            placed.append((ends[made], 0, made, sender, Action("send", flow.tasks[made])))
-            placed.append((ends[made], 0, made, flow.rank[i], Action("receive", flow.tasks[made])))
-    actions: list[list[Action]] = [[] for _ in range(ranks)]
-    for *_, rank, action in sorted(placed):
-        actions[rank].append(action)
-    return tuple(tuple(own) for own in actions)
-
-
-_UNITS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
-
-
-def _unit_times(flow: Flow) -> tuple[list[int], list[int]]:
-    """When each task starts and ends if its length is that of ``_UNITS`` and messages take no time."""
-    starts: list[int] = []
-    ends: list[int] = []
-    for task, before, needs in zip(flow.tasks, flow.before, flow.needs):
-        starts.append(max(ends[before - 1] if before else 0, ends[needs - 1] if needs else 0))
-        ends.append(starts[-1] + _UNITS[task.kind])
-    return starts, ends
+    stages = ranks * vpp
+    placed: list[list[tuple[int, int, int, int]]] = [[] for _ in range(ranks)]  # time, index, what, task
+    ends = [0]
+    for i, (code, rank, place) in enumerate(zip(flow.codes, flow.rank, flow.place)):
+        needs = flow.needs[i]
+        start = max(ends[flow.before[i]], ends[needs])
+        ends.append(
+            start + 2 * _UNITS[place // stages]
+        )  # times are even, messages come before what starts then
+        placed[rank].append((start + 1, i, RUN, code))
+        sender = flow.rank[needs - 1] if needs else rank
+        if sender != rank:
+            sent = ends[needs], needs - 1, flow.codes[needs - 1]
+            placed[sender].append((sent[0], sent[1], SEND, sent[2]))
+            placed[rank].append((sent[0], sent[1], RECEIVE, sent[2]))
+    return tuple(tuple((what, task) for *_, what, task in sorted(own)) for own in placed)
 
 
 @dataclass(frozen=True)
@@ -262,7 +269,7 @@ class Moment:
         )  # fmt: skip
 
 
-@lru_cache(4 * _KEPT)
+@lru_cache(64 * _KEPT)
 def rank_moments(schedule: str, rank: int, ranks: int, vpp: int, microbatches: int) -> tuple[Moment, ...]:
     """The moments of one rank over the whole step, each once, without those that hold less than another.
 
@@ -271,63 +278,62 @@ def rank_moments(schedule: str, rank: int, ranks: int, vpp: int, microbatches: i
     most = _PERIODS * ranks
     if microbatches > most and schedule != "gpipe" and (vpp == 1 or microbatches % ranks == 0):
         return rank_moments(schedule, rank, ranks, vpp, most)
-    walk = _Walk(ranks, vpp)
-    for action in rank_actions(schedule, ranks, vpp, microbatches)[rank]:
-        walk.take(action)
+    walk = _Walk(TaskCode(ranks * vpp, microbatches), ranks, vpp)
+    for what, task in _rank_steps(schedule, ranks, vpp, microbatches)[rank]:
+        walk.take(what, task)
     return _largest(list(walk.seen))
 
 
-_PERIODS = 4  # fill, two rounds of the steady state, drain
+_PERIODS = 3  # fill, one round of the steady state, drain
 
 
 class _Walk:
     """Counts what a rank holds, action by action."""
 
-    def __init__(self, ranks: int, vpp: int) -> None:
-        self.ranks = ranks
+    def __init__(self, code: TaskCode, ranks: int, vpp: int) -> None:
+        self.code, self.ranks, self.vpp = code, ranks, vpp
         self.alive, self.deferred, self.waiting = [0] * vpp, [0] * vpp, [0] * vpp
         self.gradients, self.forward, self.backward = [0] * vpp, [0] * vpp, [0] * vpp
         self.seen: dict[Moment, None] = {}
-        self.vpp = vpp
 
-    def take(self, action: Action) -> None:
-        task = action.task
-        chunk = task.stage // self.ranks
-        going_forward = task.kind == "forward"
-        if action.what == "run":
-            self._run(task, chunk)
-        elif action.what == "send":
-            (self.forward if going_forward else self.backward)[chunk] += 1
-        elif going_forward:
-            self.waiting[(task.stage + 1) // self.ranks] += 1
+    def take(self, what: int, task: int) -> None:
+        kind, stage = divmod(task // self.code.microbatches, self.code.stages)
+        chunk = stage // self.ranks
+        if what == RUN:
+            self._run(kind, chunk)
+        elif what == SEND:
+            (self.backward if kind else self.forward)[chunk] += 1
+        elif kind == FORWARD:
+            self.waiting[(stage + 1) // self.ranks] += 1
         else:
-            self.gradients[(task.stage - 1) // self.ranks] += 1
+            self.gradients[(stage - 1) // self.ranks] += 1
 
-    def _run(self, task: Task, chunk: int) -> None:
-        if task.kind == "forward":
+    def _run(self, kind: int, chunk: int) -> None:
+        if kind == FORWARD:
             self.waiting[chunk] = max(0, self.waiting[chunk] - 1)
             self.alive[chunk] += 1
         held = (self.alive, self.deferred, self.waiting, self.gradients, self.forward, self.backward)
-        self.seen[Moment(task.kind, chunk, *(tuple(counts) for counts in held))] = None
+        self.seen[Moment(KINDS[kind], chunk, *map(tuple, held))] = None
         self.forward, self.backward = [0] * self.vpp, [0] * self.vpp
-        if task.kind in ("backward", "backward_input"):
+        if kind in (BACKWARD, INPUT):
             self.alive[chunk] -= 1
             self.gradients[chunk] = max(0, self.gradients[chunk] - 1)
-        if task.kind == "backward_input":
-            self.deferred[chunk] += 1
-        if task.kind == "backward_weight":
-            self.deferred[chunk] -= 1
+        if kind in (INPUT, WEIGHT):
+            self.deferred[chunk] += 1 if kind == INPUT else -1
 
 
 def _largest(moments: Sequence[Moment]) -> tuple[Moment, ...]:
     """Without the moments in which another of the same task holds at least as much of everything."""
     kept: list[Moment] = []
-    for moment in sorted(moments, key=lambda one: -sum(one.counts())):
-        own = moment.counts()
-        if not any(
-            (other.kind, other.chunk) == (moment.kind, moment.chunk)
-            and all(a >= b for a, b in zip(other.counts(), own))
-            for other in kept
-        ):
-            kept.append(moment)
+    groups: dict[tuple[Kind, int], list[Moment]] = {}
+    for moment in moments:
+        groups.setdefault((moment.kind, moment.chunk), []).append(moment)
+    for group in groups.values():
+        counts = np.array([moment.counts() for moment in group])
+        order = np.argsort(-counts.sum(1), kind="stable")
+        counts, maximal = counts[order], np.ones(len(group), bool)
+        for i in range(1, len(group)):
+            before = counts[:i][maximal[:i]]
+            maximal[i] = not bool((before >= counts[i]).all(1).any())
+        kept += [group[int(i)] for i, largest in zip(order, maximal) if largest]
     return tuple(kept)

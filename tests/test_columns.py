@@ -1,20 +1,36 @@
-"""The column MIP against brute force: every cut and every recompute mix of small chains."""
+"""The stage search against brute force: every cut and every recompute mix of small chains, simulated."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
-from autoplan.planner.chain import Chain, ChainItem, Cut, quick_bound_s
+from autoplan.planner.balance import joint_of, takes_of
+from autoplan.planner.chain import Chain, ChainItem, Cut, even_ends, quick_bound_s
 from autoplan.planner.columns import solve_chain
-from autoplan_cost_models.schedule import in_flight
+from autoplan.planner.interleave import move_ends, solve_interleaved
+from autoplan.planner.mixes import ColumnPricer
+from autoplan.planner.solve import first_cuts
+from autoplan.schedules import Moment, rank_moments
+from autoplan_cost_models.schedule import rank_ends
 
 MB = 1e6
+OPTIONS = ("none", "selective", "full")
 
 
-def make_chain(seed: int, regions: int, stages: int, microbatches: int, tight: float) -> Chain:
+def make_chain(
+    seed: int,
+    regions: int,
+    ranks: int,
+    microbatches: int,
+    tight: float,
+    schedule: str = "1f1b",
+    vpp: int = 1,
+) -> Chain:
     """A chain of two kinds of blocks between an embedding and a head, with random prices."""
     rng = random.Random(seed)
 
@@ -29,97 +45,219 @@ def make_chain(seed: int, regions: int, stages: int, microbatches: int, tight: f
             saved_bytes=(saved, 0.5 * saved, 0.1 * saved),
             transient_bytes=(0.2 * MB, 0.6 * saved, saved),
             static_bytes=rng.uniform(1.0, 3.0) * MB,
+            output_bytes=0.1 * MB,
+            weight_s=rng.uniform(0.8, 1.1) * forward,
+            deferred_bytes=0.6 * saved,
         )
 
     kinds = [kind("a"), kind("b")]
     middle = [kinds[0] if i < regions // 2 else kinds[1] for i in range(regions - 2)]
     items = (kind("embed"), *middle, kind("head"))
-    return Chain(items, limit_bytes=tight * MB * regions / stages, microbatches=microbatches, stages=stages)
+    limit_bytes = tight * MB * regions / ranks
+    return Chain(items, limit_bytes, microbatches, ranks * vpp, schedule=schedule, vpp=vpp, hop_s=0.01)
 
 
-def brute_force(chain: Chain) -> tuple[float, float]:
-    """Least formula objective over every cut and mix that fits, and least bound rows over those that
-    fit when counted region by region, as the backward frees them."""
-    n, p = len(chain.items), chain.stages
-    best_formula = best_bound = float("inf")
-    for inner in itertools.combinations(range(1, n), p - 1):
-        bounds = list(zip((0, *inner), (*inner, n)))
-        for relaxed in (False, True):
-            stages = [fastest_mix(chain, s, first, end, relaxed) for s, (first, end) in enumerate(bounds)]
-            if all(stages):
-                pairs = [pair for pair in stages if pair]
-                if relaxed:
-                    best_bound = min(best_bound, max(bound_rows(pairs, chain.microbatches)))
-                else:
-                    totals = [f + b for f, b in pairs]
-                    value = sum(totals) + (chain.microbatches - 1) * max(totals)
-                    best_formula = min(best_formula, value)
-    return best_formula, best_bound
+Mixes = Sequence[Sequence[int]]  # of every stage, the option of every region
 
 
-def fastest_mix(chain: Chain, stage: int, first: int, end: int, relaxed: bool) -> tuple[float, float] | None:
-    """(forward, backward) of the fastest recompute mix that fits one stage."""
-    items = chain.items[first:end]
-    flying = in_flight("1f1b", stage, chain.stages, chain.microbatches)
-    states = sum(item.static_bytes for item in items)
-    fits = []
-    for mix in itertools.product(range(3), repeat=len(items)):
-        saved = [item.saved_bytes[o] for item, o in zip(items, mix)]
-        transients = [item.transient_bytes[o] for item, o in zip(items, mix)]
-        peak = sum(saved) + max(transients)
-        if relaxed:  # region by region, as the backward goes
-            peak = max(sum(saved[: n + 1]) + transients[n] for n in range(len(items)))
-        if (flying - 1) * sum(saved) + peak + states <= chain.limit_bytes:
-            fits.append(sum(item.extra_s[o] for item, o in zip(items, mix)))
-    if not fits:
-        return None
-    return sum(i.forward_s for i in items), sum(i.backward_s for i in items) + min(fits)
+def peak_bytes(chain: Chain, bounds: Sequence[tuple[int, int]], mixes: Mixes, rank: int) -> float:
+    """The fullest moment of a rank, counted region by region as forwards and backwards go."""
+    stages = range(rank, chain.stages, chain.ranks)
+    states = sum(chain.items[i].static_bytes for s in stages for i in range(*bounds[s]))
+
+    def held(moment: Moment) -> float:
+        total = states
+        for c, s in enumerate(stages):
+            items = chain.items[slice(*bounds[s])]
+            saved = [item.saved_bytes[o] for item, o in zip(items, mixes[s])]
+            transient = [item.transient_bytes[o] for item, o in zip(items, mixes[s])]
+            kept = [item.deferred_bytes for item in items]
+            total += moment.alive[c] * sum(saved) + moment.deferred[c] * sum(kept)
+            total += moment.waits_to_send(c) * (items[-1].output_bytes if s < chain.stages - 1 else 0.0)
+            total += moment.waits_to_receive(c) * (chain.items[bounds[s][0] - 1].output_bytes if s else 0.0)
+            if c == moment.chunk and moment.kind != "backward_weight":
+                split = moment.kind == "backward_input"
+                total += max(
+                    transient[r] - sum(saved[r + 1 :]) + (sum(kept[r:]) if split else 0.0)
+                    for r in range(len(items))
+                )
+        return total
+
+    moments = rank_moments(chain.schedule, rank, chain.ranks, chain.vpp, chain.microbatches)
+    return max(held(moment) for moment in moments)
 
 
-def bound_rows(pairs: list[tuple[float, float]], m: int) -> list[float]:
-    """The rows of the lower bound on 1F1B."""
-    p, t = len(pairs), [f + b for f, b in pairs]
-    rows = [sum(t[: s + 1]) + (m - 1) * t[s] for s in range(p)]
-    if m >= p:
-        rows += [sum(t) + (m - 1) * t[s] - (p - 1 - s) * min(pairs[s]) for s in range(p)]
-    return rows
+def simulated_s(chain: Chain, bounds: Sequence[tuple[int, int]], mixes: Mixes) -> float:
+    """The step of one cut, hops included."""
+    seconds = [
+        (
+            sum(item.forward_s for item in chain.items[slice(*b)]),
+            sum(i.backward_s + i.extra_s[o] for i, o in zip(chain.items[slice(*b)], mix)),
+            sum(item.weight_s for item in chain.items[slice(*b)]),
+        )
+        for b, mix in zip(bounds, mixes)
+    ]
+    forward, backward, weight = zip(*seconds)
+    hops = [chain.hop_s] * (chain.stages - 1)
+    ends = rank_ends(
+        chain.schedule, forward, backward, chain.microbatches, hops, vpp=chain.vpp, weight_s=weight
+    )
+    return max(ends)
+
+
+def cuts_of(chain: Chain) -> Iterator[list[tuple[int, int]]]:
+    """Every way to cut the chain."""
+    n = len(chain.items)
+    for inner in itertools.combinations(range(1, n), chain.stages - 1):
+        yield list(itertools.pairwise((0, *inner, n)))
+
+
+def mixes_of(bounds: Sequence[tuple[int, int]]) -> Iterator[Mixes]:
+    """Every recompute of every region."""
+    for flat in itertools.product(range(3), repeat=bounds[-1][1]):
+        yield [flat[a:b] for a, b in bounds]
+
+
+def fitting(chain: Chain, bounds: Sequence[tuple[int, int]]) -> Iterator[Mixes]:
+    """The mixes of a cut that fit; ranks are looked at one by one."""
+    per_rank: list[list[dict[int, tuple[int, ...]]]] = []
+    for rank in range(chain.ranks):
+        stages = list(range(rank, chain.stages, chain.ranks))
+        lengths = [bounds[s][1] - bounds[s][0] for s in stages]
+        found: list[dict[int, tuple[int, ...]]] = []
+        for flat in itertools.product(range(3), repeat=sum(lengths)):
+            ends = [0, *itertools.accumulate(lengths)]
+            own = {s: flat[a:b] for s, (a, b) in zip(stages, itertools.pairwise(ends))}
+            mixes = [own.get(s, (0,) * (b - a)) for s, (a, b) in enumerate(bounds)]
+            if peak_bytes(chain, bounds, mixes, rank) <= chain.limit_bytes:
+                found.append(own)
+        per_rank.append(_undominated(chain, bounds, found))
+    for choice in itertools.product(*per_rank):
+        together = {s: mix for own in choice for s, mix in own.items()}
+        yield [together[s] for s in range(chain.stages)]
+
+
+def _undominated(
+    chain: Chain, bounds: Sequence[tuple[int, int]], found: list[dict[int, tuple[int, ...]]]
+) -> list[dict[int, tuple[int, ...]]]:
+    """Of a rank's mixes those in which no other takes less time on every stage."""
+    best: dict[tuple[float, ...], dict[int, tuple[int, ...]]] = {}
+    for own in found:
+        times = tuple(
+            round(sum(i.extra_s[o] for i, o in zip(chain.items[slice(*bounds[s])], mix)), 9)
+            for s, mix in own.items()
+        )
+        best.setdefault(times, own)
+    kept = [t for t in best if not any(o != t and all(a <= b for a, b in zip(o, t)) for o in best)]
+    return [best[times] for times in kept]
+
+
+def as_mixes(chain: Chain, cut: Cut) -> tuple[list[tuple[int, int]], Mixes]:
+    bounds = list(itertools.pairwise((0, *cut.ends)))
+    options = [OPTIONS.index(word) for word in cut.recompute]
+    return bounds, [options[a:b] for a, b in bounds]
+
+
+SMALL = [(6, 2, 4, 9.0), (6, 3, 3, 7.0), (6, 3, 8, 6.0), (6, 2, 2, 5.2), (6, 2, 1, 4.0)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("seed", range(len(SMALL)))
+def test_columns_against_every_cut(seed: int, schedule: str) -> None:
+    """The pruned columns once dropped the only cut that fits; a bound above the best plan is a lie."""
+    chain = make_chain(seed, *SMALL[seed], schedule)
+    plans = [simulated_s(chain, b, mixes) for b in cuts_of(chain) for mixes in fitting(chain, b)]
+    solved = solve_chain(chain)
+    if not plans:
+        assert not any(_fits(chain, cut) for cut in solved.cuts)
+        return
+    best = min(plans)
+    assert solved.bound_s <= best * (1 + 1e-9) and quick_bound_s(chain) <= best * (1 + 1e-9)
+    assert solved.bound_s >= 0.9 * best
+    found = [simulated_s(chain, *as_mixes(chain, cut)) for cut in solved.cuts if _fits(chain, cut)]
+    assert found and min(found) <= 1.05 * best
+    assert any(_fits(chain, cut) for cut in first_cuts(chain)[0])
+
+
+def _fits(chain: Chain, cut: Cut) -> bool:
+    bounds, mixes = as_mixes(chain, cut)
+    limit_bytes = chain.limit_bytes * (1 + 1e-9)
+    return all(peak_bytes(chain, bounds, mixes, rank) <= limit_bytes for rank in range(chain.ranks))
+
+
+@pytest.mark.parametrize("seed", range(len(SMALL)))
+def test_the_solver_finds_the_best_of_all_columns(seed: int) -> None:
+    """Least sum_s t_s + (m-1) max_s t_s over every cut, each stage under the mix of its column."""
+    chain = make_chain(seed, *SMALL[seed])
+    pricer = ColumnPricer(chain)
+    best = float("inf")
+    for bounds in cuts_of(chain):
+        columns = [
+            pricer.column(s, joint_of(pricer.runs, a), joint_of(pricer.runs, b), takes_of(pricer.runs, a, b))
+            for s, (a, b) in enumerate(bounds)
+        ]
+        times = [column.total_s for column in columns if column is not None]
+        if len(times) == chain.stages:
+            best = min(best, sum(times) + (chain.microbatches - 1) * max(times))
+    cuts = solve_chain(chain).cuts
+    found = [_formula_s(chain, cut) for cut in cuts[1:] or cuts]  # the first may need too much memory
+    assert min(found, default=float("inf")) == pytest.approx(best, rel=2e-4)
+
+
+def _formula_s(chain: Chain, cut: Cut) -> float:
+    bounds, mixes = as_mixes(chain, cut)
+    times = [
+        sum(i.forward_s + i.backward_s + i.extra_s[o] for i, o in zip(chain.items[slice(*b)], mix))
+        for b, mix in zip(bounds, mixes)
+    ]
+    return sum(times) + (chain.microbatches - 1) * max(times)
+
+
+INTERLEAVED = [(8, 2, 4, 9.0), (8, 2, 2, 7.0), (8, 2, 4, 5.5), (8, 2, 4, 4.0), (8, 2, 6, 3.2)]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("seed", range(len(INTERLEAVED)))
+def test_interleaved_against_every_recompute(seed: int, schedule: str) -> None:
+    """A rank's stages share its memory; the bound holds for every choice under its boundaries."""
+    chain = make_chain(seed, *INTERLEAVED[seed], schedule, vpp=2)
+    ends = move_ends(chain, even_ends(chain), [0] * len(chain.items))
+    bounds = list(itertools.pairwise((0, *ends)))
+    plans = [simulated_s(chain, bounds, mixes) for mixes in fitting(chain, bounds)]
+    solved = solve_interleaved(chain)
+    if not plans:
+        assert not any(_fits(chain, cut) for cut in solved.cuts)
+        return
+    best = min(plans)
+    assert solved.bound_s <= best * (1 + 1e-9)
+    assert solved.bound_s >= 0.85 * best
+    found = [simulated_s(chain, *as_mixes(chain, cut)) for cut in solved.cuts if _fits(chain, cut)]
+    assert found and min(found) <= 1.05 * best
 
 
 @pytest.mark.parametrize(
-    ("seed", "regions", "stages", "microbatches", "tight"),
-    [
-        (s, r, p, m, tight)
-        for s, (r, p, m, tight) in enumerate([(6, 2, 4, 9), (6, 3, 3, 7), (7, 3, 8, 6), (7, 2, 2, 5.2)])
-    ],
+    ("schedule", "vpp"), [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_h1", 3)]
 )
-def test_columns_equal_brute_force(
-    seed: int, regions: int, stages: int, microbatches: int, tight: float
-) -> None:
-    """The pruned columns once dropped the only cut that fits."""
-    chain = make_chain(seed, regions, stages, microbatches, tight)
-    formula, bound = brute_force(chain)
-    solved = solve_chain(chain)
-    if formula == float("inf"):
-        assert not solved.cuts
-        return
-    assert solved.bound_s <= bound * (1 + 1e-9)
-    assert solved.bound_s >= bound * 0.97
-    assert quick_bound_s(chain) <= bound * (1 + 1e-9)
-    certain = solved.cuts[1:] if len(solved.cuts) > 1 else solved.cuts
-    assert min(_formula(chain, cut) for cut in certain) == pytest.approx(formula, rel=2e-4)
+def test_quick_bound_holds_for_any_cut(schedule: str, vpp: int) -> None:
+    """It decides which meshes are never looked at."""
+    rng = random.Random(vpp)
+    for seed in range(40):
+        ranks, m = rng.choice([2, 3, 4]), rng.choice([1, 2, 4, 8])
+        chain = make_chain(seed, ranks * vpp + rng.randrange(6), ranks, m, 1e9, schedule, vpp)
+        inner = sorted(rng.sample(range(1, len(chain.items)), chain.stages - 1))
+        bounds = list(itertools.pairwise((0, *inner, len(chain.items))))
+        mixes = [[0] * (b - a) for a, b in bounds]
+        made = simulated_s(chain, bounds, mixes)
+        assert quick_bound_s(chain) <= made * (1 + 1e-9)
 
 
-def _formula(chain: Chain, cut: Cut) -> float:
-    """The formula objective of a proposed cut, from its boundaries and recompute alone."""
-    names = ("none", "selective", "full")
-    totals, first = [], 0
-    for end in cut.ends:
-        options = [names.index(r) for r in cut.recompute[first:end]]
-        totals.append(
-            sum(i.forward_s + i.backward_s + i.extra_s[o] for i, o in zip(chain.items[first:end], options))
-        )
-        first = end
-    return sum(totals) + (chain.microbatches - 1) * max(totals)
+def test_only_a_cut_counted_region_by_region_fits() -> None:
+    """Transients of an early region and saved tensors of later ones never meet: nothing was said to fit."""
+    item = ChainItem("a", 1.0, 2.0, (0.0, 9.0, 9.0), (4.0, 4.0, 4.0), (0.0, 0.0, 0.0), 0.0)
+    early = replace(item, key="early", transient_bytes=(6.0, 6.0, 6.0))
+    chain = Chain((early, item, item), limit_bytes=12.0, microbatches=1, stages=1)
+    assert [cut.ends for cut in first_cuts(chain)[0]] == [(3,)]
+    assert first_cuts(replace(chain, limit_bytes=11.0))[0] == ()
 
 
 def test_shared_parameters_count_once_on_one_stage() -> None:

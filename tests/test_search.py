@@ -66,7 +66,8 @@ def test_runners_up_lose_and_fit(gpt_plan: Plan) -> None:
     assert times == sorted(times) and times[0] >= told.step_time_s * (1 - 1e-9)
     limit = min(s.prediction.memory_limit_bytes for s in part.stages if s.prediction)
     for other in gpt_plan.runners_up:
-        assert (other.mesh, other.zero) != (part.mesh, part.zero) and other.memory_peak_bytes <= limit
+        kinds = [(one.mesh, one.zero, one.schedule, one.vpp) for one in (other, part)]
+        assert kinds[0] != kinds[1] and other.memory_peak_bytes <= limit
         assert other.mesh.devices == 4 and sum(other.recompute.values()) == 6
         assert sum(other.breakdown_s.values()) == pytest.approx(other.step_time_s)
 
@@ -212,6 +213,50 @@ def test_candidates_cover_every_mesh() -> None:
         Mesh(pp, dp, tp) for pp in (1, 2, 4) for tp in (1, 2, 4) for dp in (1, 2, 4, 8) if pp * dp * tp == 8
     }
     assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected"),
+    [
+        (Pins(pp=2), {("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_h1", 2)}),
+        (Pins(pp=2, zero=3), {("1f1b", 1), ("interleaved_1f1b", 2)}),
+        (Pins(pp=1), {("1f1b", 1)}),
+        (Pins(pp=2, vpp=2), {("interleaved_1f1b", 2), ("zb_h1", 2)}),
+        (Pins(pp=2, vpp=1, schedule="gpipe"), {("gpipe", 1)}),
+        (Pins(pp=2, schedule="zb_h1"), {("zb_h1", 1), ("zb_h1", 2)}),
+    ],
+)
+def test_schedules_that_a_mesh_may_have(pins: Pins, expected: set[tuple[str, int]]) -> None:
+    """Zero bubble puts weight gradients off; ZeRO-3 reduces them at once. One rank has no pipeline."""
+    found = candidates(4, 16, [1], 6, pins)
+    pipelined = [c for c in found if c.zero != 0 or pins.zero is None]
+    assert {(c.schedule, c.vpp) for c in pipelined if c.zero in (0, pins.zero)} == expected
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        (Pins(pp=2, vpp=2, schedule="1f1b"), "--pin vpp=2: 1f1b runs one stage a rank.*interleaved_1f1b"),
+        (Pins(pp=2, vpp=4), "--pin vpp=4: pp x vpp is 8, and the model has 6 regions"),
+        (Pins(pp=2, zero=3, schedule="zb_h1"), "--pin schedule=zb_h1: .*ZeRO-3.*--pin zero=1"),
+    ],
+)
+def test_pins_that_leave_no_schedule_say_why(pins: Pins, says: str) -> None:
+    """They were dropped, and another schedule was planned than the one asked for."""
+    with pytest.raises(BadInputError, match=says):
+        candidates(4, 16, [1], 6, pins)
+
+
+@pytest.mark.parametrize("pins", [("vpp=2",), ("schedule=zb_h1", "vpp=1"), ("schedule=zb_h1", "vpp=2")])
+def test_pinned_pipelines_are_planned_and_run(pins: tuple[str, ...]) -> None:
+    """What the search prices is what the ranks run, with the gradients of one process."""
+    plan = search_plan(GPT, hw="cpu", devices=2, global_batch=8, dtype="fp64", pins=("pp=2", "dp=1", *pins))
+    (part,) = plan.parts
+    pinned = dict(pin.split("=") for pin in pins)
+    assert part.vpp == int(pinned["vpp"]) and part.schedule == pinned.get("schedule", part.schedule)
+    assert len(part.stages) == 2 * part.vpp
+    assert plan.certificate is not None and plan.certificate.gap < 0.05
+    assert run_check(plan, GPT).ok
 
 
 def test_tp_that_does_not_divide_heads_lists_degrees() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.cli.search import add_workload_options, sizes_of
 from autoplan.errors import AutoplanError, BadInputError
+from autoplan.plan_table import schedule_text
 from autoplan.units import GIB, bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _told(quote: Quote) -> dict[str, Any]:
 def _say(quote: Quote) -> None:
     part = quote.part
     batches = f"micro-batch {part.micro_batch} x {part.microbatches}"
-    print(f"{part.mesh}, {batches}, {part.schedule}, {part.zero_text}")
+    print(f"{part.mesh}, {batches}, {schedule_text(part.schedule, part.vpp)}, {part.zero_text}")
     print(
         f"step {seconds_text(quote.step_time_s)}   {quote.tokens_per_s:,.0f} tokens/s   MFU {quote.mfu:.1%}"
     )

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.schedules import splits_backward
 from autoplan_cost_models.zero import added_s
+
+Floats = NDArray[np.float64]
 
 NEVER = float("inf")
 
@@ -126,23 +132,97 @@ def find_runs(chain: Chain) -> tuple[Run, ...]:
 def quick_bound_s(chain: Chain) -> float:
     """A lower bound in closed form, from total times alone (no memory).
 
-    With S = sum of t over all regions: for any cut, T >= m t_s + sum_{j<s} t_j gives
+    For 1F1B, with S = sum of t over all regions: for any cut, T >= m t_s + sum_{j<s} t_j gives
     T >= S / (1 - (1 - 1/m)^p); and for m >= p the rows of the module's formula, with f_s <= phi t_s,
     give t_s <= (T - S) / ((m-1) - (p-1-s) phi), so T >= S (1 + 1/H) with H the sum of those fractions.
     Then the first stage still gathers and reduces its first region's weights, and a stage updates its share.
     """
     totals = [item.forward_s + item.backward_s + min(item.extra_s) for item in chain.items]
+    if chain.schedule in ("1f1b", "gpipe"):
+        bound_s = _one_after_another_s(totals, chain)
+    elif chain.schedule == "zb_h1" and chain.vpp == 1:
+        bound_s = _split_s(totals, chain)
+    else:
+        bound_s = _several_s(totals, chain)
+    return max(bound_s, chain.microbatches * max(totals)) + least_once_s(chain)
+
+
+def least_once_s(chain: Chain) -> float:
+    """What a step takes after its pipeline, at least: traffic of the first region, where the pipeline ends
+    (of any, where it is a bound on any rank's end), and a rank's share of the update."""
+    alone = [item.once.reduce_alone_s + item.once.gather_alone_s for item in chain.items]
+    shown_s = min(alone) if splits_backward(chain.schedule) else alone[0]
+    if chain.stages == 1:
+        shown_s = chain.once_whole_s[0]
+    return shown_s + sum(item.once.update_s for item in chain.items) / chain.ranks
+
+
+def _several_s(totals: list[float], chain: Chain) -> float:
+    """The bound on several stages a rank: T >= m R_r + sum_{j<r} t_j with R_r the work of rank r, in the mean
+    over all ranks, every stage as short as a region can be. (A split backward drains faster.)"""
+    m, p = chain.microbatches, chain.ranks
+    split = splits_backward(chain.schedule)
+    shortest_s = min((i.forward_s if split else t for i, t in zip(chain.items, totals)), default=0.0)
+    return sum(totals) * m / p + shortest_s * (p - 1) / 2
+
+
+def even_ends(chain: Chain) -> list[int]:
+    """Boundaries nearest to equal shares of the time, one region a stage at least."""
+    times = np.cumsum([item.forward_s + item.backward_s + min(item.extra_s) for item in chain.items])
+    regions, stages = len(chain.items), chain.stages
+    ends: list[int] = []
+    for stage in range(1, stages):
+        share = times[-1] * stage / stages
+        nearest = int(np.argmin(np.abs(times - share))) + 1
+        low, high = (ends[-1] if ends else 0) + 1, regions - (stages - stage)
+        ends.append(min(max(nearest, low), high))
+    return [*ends, regions]
+
+
+def region_seconds(chain: Chain, options: Sequence[int]) -> Floats:
+    """[forward, backward, weight gradients][region]; a backward that is not split has no weights."""
+    late = [item.weight_s if splits_backward(chain.schedule) else 0.0 for item in chain.items]
+    backward = [i.backward_s + i.extra_s[o] - w for i, o, w in zip(chain.items, options, late)]
+    return np.array([[item.forward_s for item in chain.items], backward, late])
+
+
+def stage_seconds(chain: Chain, ends: Sequence[int], options: Sequence[int]) -> Floats:
+    """The same of every stage of a cut."""
+    regions = region_seconds(chain, options)
+    sums = np.concatenate([np.zeros((3, 1)), np.cumsum(regions, axis=1)], axis=1)
+    return np.diff(sums[:, [0, *ends]], axis=1)
+
+
+def _one_after_another_s(totals: list[float], chain: Chain) -> float:
+    """The bound on 1F1B."""
     total_s, m, p = sum(totals), chain.microbatches, chain.stages
     bound_s = total_s / (1 - (1 - 1 / m) ** p) if m > 1 else total_s
-    if m >= p and m > 1:
+    if m >= p and m > 1 and chain.schedule == "1f1b":
         phi = max((item.forward_s / t for item, t in zip(chain.items, totals) if t > 0), default=0.5)
         spans = [(m - 1) - (p - 1 - s) * min(phi, 1.0) for s in range(p)]
         if min(spans) > 0:
             bound_s = max(bound_s, total_s * (1 + 1 / sum(1 / span for span in spans)))
-    first = chain.items[0].once
-    shown_s = chain.once_whole_s[0] if p == 1 else first.reduce_alone_s + first.gather_alone_s
-    updates_s = sum(item.once.update_s for item in chain.items) / p
-    return max(bound_s, m * max(totals)) + shown_s + updates_s
+    return bound_s
+
+
+def _split_s(totals: list[float], chain: Chain) -> float:
+    """The bound on a zero-bubble schedule of one stage a rank.
+
+    With F the sum of all f: T >= F + sum_{j>s} b_j + m t_s - (p-s) f_s for m >= p, so with f <= phi t and
+    b >= beta t, going through the stages from the last, their times so far sum to at most
+    y <- y + (T - F - beta y) / (m - (p-s) phi): in the end to kappa (T - F), and so T >= F + S / kappa.
+    """
+    total_s, m, p = sum(totals), chain.microbatches, chain.stages
+    parts = [(i.forward_s, t - i.forward_s - i.weight_s, t) for i, t in zip(chain.items, totals) if t > 0]
+    phi = max((forward / t for forward, _, t in parts), default=0.0)
+    beta = min((backward / t for _, backward, t in parts), default=0.0)
+    spans = [m - (p - s) * phi for s in reversed(range(p))]
+    if m < p or min(spans) <= beta:
+        return total_s * m / p
+    kappa = 0.0
+    for span in spans:
+        kappa += (1 - beta * kappa) / span
+    return max(total_s * m / p, sum(forward for forward, _, _ in parts) + total_s / kappa)
 
 
 def without_once(chain: Chain) -> Chain:

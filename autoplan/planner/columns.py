@@ -7,11 +7,10 @@ Equal neighbours form a *run*. A *column* is (stage s, how many regions of which
 under the cheapest mix of recompute that fits the stage's memory. Exactly one column per stage is chosen, they
 join end to end, and the counts of each run add up to its length (positions inside a run are not told
 apart: with (first, end) columns instead, the same MIP takes 100 times as long). Two objectives propose
-cuts; the lower bound for 1F1B with m >= p micro-batches is
+cuts; the lower bound is that of :func:`autoplan_cost_models.schedule.bound_rows`, linear in the stages'
+seconds: for 1F1B with m >= p micro-batches, t = forward + backward of a stage and f its forward,
 
-    T >= sum_j t_j + (m-1) t_s - min(sum_{j>s} t_j, (p-1-s) f_s)      for every stage s
-
-with t = forward + backward of a stage and f its forward (two linear rows a stage).
+    T >= sum_j t_j + (m-1) t_s - min(sum_{j>s} t_j, (p-1-s) f_s)      for every stage s.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from autoplan.planner.balance import cut_of
 from autoplan.planner.chain import NEVER, Chain, Cut, Run, Solved, quick_bound_s
 from autoplan.planner.mixes import Column, ColumnPricer
 from autoplan.planner.relaxed import RelaxedPricer
+from autoplan.schedules import splits_backward
+from autoplan_cost_models.schedule import bound_rows
 
 
 def solve_chain(chain: Chain, *, incumbent_s: float = NEVER, time_limit_s: float = 20.0) -> Solved:
@@ -143,20 +144,23 @@ def _choose(
         spent = mathopt.LinearSum(x[i] * (columns[i].total_s * scale) for i in by_stage[stage])
         model.add_linear_constraint(time[stage] == spent)
     total = model.add_variable(lb=0)
-    every = mathopt.LinearSum(time)
     update = model.add_variable(lb=0)
     for stage in range(p):
         updates = mathopt.LinearSum(x[i] * (columns[i].update_s * scale) for i in by_stage[stage])
         model.add_linear_constraint(update >= updates)
-    sync = mathopt.LinearSum(x[i] * (columns[i].sync_s * scale) for i in by_stage[0])
+    sync = [
+        mathopt.LinearSum(x[i] * (columns[i].sync_s * scale) for i in own if columns[i].sync_s)
+        for own in by_stage
+    ]
     if rows == "formula":
         slowest = model.add_variable(lb=0)
         for stage in range(p):
             model.add_linear_constraint(slowest >= time[stage])
-        model.add_linear_constraint(total >= every + (m - 1) * slowest + sync + update)
+        every = mathopt.LinearSum(time)
+        model.add_linear_constraint(total >= every + (m - 1) * slowest + sync[0] + update)
     else:
-        for least in _bound_rows(chain, columns, by_stage, x, time, scale):
-            model.add_linear_constraint(total >= least + sync + update)
+        for rank, least in _bound_rows(model, chain, columns, by_stage, x, time, scale):
+            model.add_linear_constraint(total >= least + sync[rank] + update)
     model.minimize(total)
     limit = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=time_limit_s), relative_gap_tolerance=1e-4
@@ -185,24 +189,27 @@ def _silent() -> Generator[None]:
 
 
 def _bound_rows(
+    model: mathopt.Model,
     chain: Chain,
     columns: list[Column],
     by_stage: list[list[int]],
     x: list[mathopt.Variable],
     time: list[mathopt.Variable],
     scale: float,
-) -> Iterator[mathopt.LinearBase]:
-    """Two lower bounds a stage on the pipeline, each with the hops of the first and last micro-batch.
-
-    sum_{j<s} t_j + m t_s; and, for m >= p, sum_j t_j + (m-1) t_s - (p-1-s) min(f_s, b_s).
-    """
-    p, m = chain.stages, chain.microbatches
-    every = mathopt.LinearSum(time)
-    for stage in range(p):
-        hops = 2 * stage * chain.hop_s * scale
-        yield mathopt.LinearSum(time[: stage + 1]) + (m - 1) * time[stage] + hops
-        if m >= p:
-            shorter = mathopt.LinearSum(
-                x[i] * (min(columns[i].forward_s, columns[i].backward_s) * scale) for i in by_stage[stage]
-            )
-            yield every + (m - 1) * time[stage] - (p - 1 - stage) * shorter + hops
+) -> Iterator[tuple[int, mathopt.LinearBase]]:
+    """(rank, a lower bound on when it ends) of every row of the schedule, one stage a rank."""
+    forward = [model.add_variable(lb=0) for _ in time]
+    weight = [model.add_variable(lb=0) for _ in time]
+    for stage, own in enumerate(by_stage):
+        for variable, seconds in (
+            (forward, [columns[i].forward_s for i in own]),
+            (weight, [columns[i].weight_s for i in own]),
+        ):
+            taken = mathopt.LinearSum(x[i] * (s * scale) for i, s in zip(own, seconds) if s)
+            model.add_linear_constraint(variable[stage] == taken)
+    rows = bound_rows(chain.schedule, chain.ranks, chain.vpp, chain.microbatches)
+    split = splits_backward(chain.schedule)
+    for f, b, w, hops, rank in zip(rows.forward, rows.backward, rows.weight, rows.hops, rows.rank):
+        parts = [(time, b), (forward, f - b), *([(weight, w - b)] if split else [])]
+        terms = (float(c) * v for variables, factors in parts for c, v in zip(factors, variables) if c)
+        yield rank, mathopt.LinearSum(terms) + float(hops) * chain.hop_s * scale

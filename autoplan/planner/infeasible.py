@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from autoplan.planner.balance import balanced_cut
-from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.pricing import Priced, Pricing
-from autoplan.planner.solve import describe
+from autoplan.planner.solve import describe, first_cuts, memory_first
 from autoplan.planner.space import Candidate, Pins
 from autoplan.units import GIB
 
@@ -55,9 +53,9 @@ def _tightest(pricing: Pricing) -> tuple[Candidate, Priced]:
     while True:
         limit *= 1.25
         found: list[tuple[float, Candidate, Priced]] = []
-        for candidate in pricing.candidates:
-            cut = balanced_cut(ColumnPricer(pricing.chain(candidate, limit_bytes=limit)))
-            if cut is not None:
+        for candidate in memory_first(pricing):
+            cuts, _ = first_cuts(pricing.chain(candidate, limit_bytes=limit))
+            for cut in cuts:
                 priced = pricing.priced(candidate, cut)
                 found.append((max(s.memory_peak_bytes for s in priced.stages), candidate, priced))
         if found:

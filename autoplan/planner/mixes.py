@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.chain import NEVER, Chain, ChainItem, find_runs, shown_once_s
+from autoplan.planner.chain import NEVER, Chain, ChainItem, Floats, find_runs, shown_once_s
 from autoplan.schedules import Moment, rank_moments
 
-Floats = NDArray[np.float64]
 Counts = tuple[tuple[str, int], ...]
 Mix = tuple[tuple[str, tuple[int, int, int]], ...]
 

@@ -73,12 +73,25 @@ class Pricing:
         self.costs, self.profile, self.workload, self.pins = costs, profile, workload, pins
         self.candidates = list(options)
         self.limit_bytes = memory_limit_bytes(profile)
+        self._chains: dict[Candidate, Chain] = {}
         self._count = Counter(region.class_id for region in costs.regions)
         held = Counter((region.class_id, name) for region in costs.regions for name in region.parameters)
         self._blocks_share = max(held.values(), default=0) > 1
 
     def chain(self, candidate: Candidate, *, limit_bytes: float | None = None) -> Chain:
-        """The model's regions priced for one candidate."""
+        """The model's regions priced for one candidate; those that differ in their schedule share them."""
+        plain = replace(candidate, schedule="1f1b", vpp=1)
+        if plain not in self._chains:
+            self._chains[plain] = self._chain(plain)
+        return replace(
+            self._chains[plain],
+            limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
+            stages=candidate.mesh.pp * candidate.vpp,
+            schedule=candidate.schedule,
+            vpp=candidate.vpp,
+        )
+
+    def _chain(self, candidate: Candidate) -> Chain:
         kinds = {
             (class_id, pinned): self._item(class_id, pinned, candidate)
             for class_id, pinned in {self._kind(region) for region in self.costs.regions}
@@ -90,9 +103,9 @@ class Pricing:
         items = tuple(kinds[self._kind(region)] for region in self.costs.regions)
         return Chain(
             items=items,
-            limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
+            limit_bytes=self.limit_bytes,
             microbatches=candidate.microbatches,
-            stages=candidate.mesh.pp * candidate.vpp,
+            stages=candidate.mesh.pp,
             shared=self._shared(candidate),
             arriving_bytes=arriving_bytes(
                 sum(trained[region.class_id].total for region in self.costs.regions),
@@ -101,8 +114,6 @@ class Pricing:
             ),
             once_whole_s=self._once_whole_s(items, trained, candidate),
             hop_s=self.costs.cost_model.collective_s("p2p", least, span) if candidate.mesh.pp > 1 else 0.0,
-            schedule=candidate.schedule,
-            vpp=candidate.vpp,
         )
 
     def could_fit(self, candidate: Candidate) -> bool:

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from autoplan.plan import zero_text
 from autoplan.planner.balance import balanced_cut, fits
-from autoplan.planner.chain import NEVER, Chain, quick_bound_s, without_once
+from autoplan.planner.chain import NEVER, Chain, Cut, quick_bound_s, without_once
 from autoplan.planner.columns import solve_chain
+from autoplan.planner.interleave import solve_interleaved
 from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.pricing import Priced, Pricing
 from autoplan.planner.relaxed import RelaxedPricer
@@ -43,33 +44,55 @@ class Outcome:
 
 def fits_anywhere(pricing: Pricing) -> bool:
     """Whether any candidate has a cut that fits."""
-    possible = (candidate for candidate in _memory_first(pricing) if pricing.could_fit(candidate))
-    return any(fits(ColumnPricer(pricing.chain(candidate))) for candidate in possible)
+    possible = (candidate for candidate in memory_first(pricing) if pricing.could_fit(candidate))
+    return any(_fits(pricing, candidate) for candidate in possible)
+
+
+def _fits(pricing: Pricing, candidate: Candidate) -> bool:
+    """Whether a cut fits for certain, or one that may fit does when it is counted region by region."""
+    chain = pricing.chain(candidate)
+    if chain.vpp == 1 and fits(ColumnPricer(chain)):
+        return True
+    return any(pricing.priced(candidate, cut).fits for cut in first_cuts(chain)[0])
+
+
+def first_cuts(chain: Chain, incumbent_s: float = NEVER) -> tuple[tuple[Cut, ...], float]:
+    """Good cuts found without a solver (they fit, or may where only the count region by region tells), and a
+    bound on the chain: ``inf`` where nothing fits."""
+    if chain.vpp > 1:
+        solved = solve_interleaved(chain, incumbent_s=incumbent_s)
+        return solved.cuts, solved.bound_s
+    cut = balanced_cut(ColumnPricer(chain)) or balanced_cut(RelaxedPricer(chain))
+    return ((), NEVER) if cut is None else ((cut,), 0.0)
 
 
 def solve(pricing: Pricing, say: Callable[[str], None]) -> Outcome:
     """The best plan over all candidates, by simulated step time, with a proved bound."""
     ranked, count = _best_first(pricing), len(pricing.candidates)
-    best, rest, tried = _balanced_plans(pricing, ranked, say)
-    if best is None:
-        return Outcome(None, NEVER, count, 0)
+    best, rest, tried = _first_plans(pricing, ranked, say)
     bounds: list[float] = []
     solved = 0
-    for quick_s, candidate, chain in rest:
-        if quick_s >= best.prediction.step_time_s * (1 - TOLERANCE):
-            bounds.append(quick_s)
+    for bound_s, candidate, chain in rest:
+        incumbent_s = best.prediction.step_time_s if best is not None else NEVER
+        if bound_s >= incumbent_s * (1 - TOLERANCE):
+            bounds.append(bound_s)
             break
-        say(f"solving {describe(candidate)}; best so far {best.prediction.step_time_s:.3g} s a step")
-        solution = solve_chain(chain, incumbent_s=best.prediction.step_time_s)
+        if chain.vpp > 1:  # its boundaries are given, and were priced
+            bounds.append(bound_s)
+            continue
+        say(f"solving {describe(candidate)}; best so far {incumbent_s:.3g} s a step")
+        solution = solve_chain(chain, incumbent_s=incumbent_s)
         solved += 1
         found = [pricing.priced(candidate, cut) for cut in solution.cuts]
         tried += found
         for priced in found:
             best = _better(best, priced)
-        bounds.append(max(quick_s, solution.bound_s))
-    bound_s = min([*bounds, best.prediction.step_time_s])
+        bounds.append(max(bound_s, solution.bound_s))
+    if best is None:
+        return Outcome(None, NEVER, count, solved)
+    least_s = min([*bounds, best.prediction.step_time_s])
     unseen = _next_best(pricing, itertools.chain(rest, ranked), tried)
-    return Outcome(best, bound_s, count, solved, (*tried, *unseen))
+    return Outcome(best, least_s, count, solved, (*tried, *unseen))
 
 
 def _next_best(pricing: Pricing, ranked: Iterator[Entry], tried: Sequence[Priced]) -> Iterator[Priced]:
@@ -79,20 +102,22 @@ def _next_best(pricing: Pricing, ranked: Iterator[Entry], tried: Sequence[Priced
     meshes = {priced.candidate.mesh for priced in tried if priced.fits}
     unseen = (entry for entry in ranked if entry[1] not in seen and entry[1].mesh not in meshes)
     for _, candidate, chain in itertools.islice(unseen, MORE_TO_SHOW):
-        fresh = candidate.mesh not in meshes and pricing.could_fit(candidate)
-        cut = balanced_cut(ColumnPricer(chain)) if fresh else None
+        if candidate.mesh in meshes or chain.vpp > 1 or not pricing.could_fit(candidate):
+            continue
+        cut = balanced_cut(ColumnPricer(chain))
         if cut is not None:
             meshes.add(candidate.mesh)
             yield pricing.priced(candidate, cut)
 
 
 def describe(candidate: Candidate) -> str:
-    """``pp2 dp4 tp8, micro-batch 1, ZeRO 0`` for people."""
+    """``pp2 dp4 tp8, micro-batch 1, ZeRO 0`` for people; the schedule where it is not 1F1B."""
     mesh = candidate.mesh
     degrees = "".join(f" {axis}{size}" for axis, size in (("cp", mesh.cp), ("ep", mesh.ep)) if size > 1)
-    degrees = f"pp{mesh.pp} dp{mesh.dp}{degrees} tp{mesh.tp}"
-    zero = zero_text(candidate.zero, candidate.zero_shard)
-    return f"{degrees}, micro-batch {candidate.micro_batch}, {zero}"
+    words = f"pp{mesh.pp} dp{mesh.dp}{degrees} tp{mesh.tp}, micro-batch {candidate.micro_batch}"
+    words += f", {zero_text(candidate.zero, candidate.zero_shard)}"
+    words += f", {candidate.schedule}" if candidate.schedule != "1f1b" else ""
+    return words + (f" vpp{candidate.vpp}" if candidate.vpp > 1 else "")
 
 
 Entry = tuple[float, Candidate, Chain]
@@ -129,7 +154,7 @@ def _families(candidates: Sequence[Candidate]) -> dict[Candidate, list[Candidate
     return families
 
 
-def _balanced_plans(
+def _first_plans(
     pricing: Pricing, ranked: Iterator[Entry], say: Callable[[str], None]
 ) -> tuple[Priced | None, Ranked, list[Priced]]:
     """A good plan to start from, the candidates that could beat it, and every plan priced."""
@@ -143,15 +168,15 @@ def _balanced_plans(
         if not pricing.could_fit(candidate):
             continue
         say(f"balancing {describe(candidate)}")
-        cut = balanced_cut(ColumnPricer(chain))
-        if cut is None:
-            if fits(RelaxedPricer(chain)):
-                alive.append((quick_s, candidate, chain))
+        cuts, bound_s = first_cuts(chain, best.prediction.step_time_s if best is not None else NEVER)
+        if bound_s == NEVER:
             continue
-        tried.append(pricing.priced(candidate, cut))
-        best = _better(best, tried[-1])
-        alive.append((quick_s, candidate, chain))
-    return best, alive, tried
+        found = [pricing.priced(candidate, cut) for cut in cuts]
+        tried += found
+        for priced in found:
+            best = _better(best, priced)
+        alive.append((max(quick_s, bound_s), candidate, chain))
+    return best, sorted(alive, key=lambda entry: entry[0]), tried
 
 
 def _better(best: BestT, other: Priced) -> BestT | Priced:
@@ -163,9 +188,13 @@ def _better(best: BestT, other: Priced) -> BestT | Priced:
     return best
 
 
-def _memory_first(pricing: Pricing) -> list[Candidate]:
-    """Candidates that spread the model widest first: full sharding, then deep, narrow micro-batches."""
+def memory_first(pricing: Pricing) -> list[Candidate]:
+    """Candidates that spread the model widest first: full sharding, then deep, narrow micro-batches; of those
+    that differ in their schedule alone the first, 1F1B unless pinned."""
+    plain: dict[Candidate, Candidate] = {}
+    for candidate in pricing.candidates:
+        plain.setdefault(replace(candidate, schedule="1f1b", vpp=1), candidate)
     return sorted(
-        pricing.candidates,
+        plain.values(),
         key=lambda c: (-(c.mesh.pp * c.mesh.tp * (c.groups.shards if c.zero == 3 else 1)), c.micro_batch),
     )

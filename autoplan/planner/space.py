@@ -9,26 +9,25 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from autoplan.errors import BadInputError
-from autoplan.plan import RECOMPUTE, Mesh, RegionPlan
+from autoplan.plan import RECOMPUTE, SCHEDULES, Mesh, RegionPlan
+from autoplan.planner import pipelines
 from autoplan.region_runs import expand_range, fold_regions
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.zero import ZeroGroups, zero_groups
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ZERO_STAGES = (0, 1, 2, 3)
-SCHEDULES = ("1f1b",)
 CP_KINDS = ("ulysses", "ring")
 MOST = 2**20  # devices of a cluster, samples of a batch: more is a slip of the keyboard
-LATER_AXES = ("vpp",)
 SPACE = (
     "dp x tp x pp over all devices (tp inside a node, with and without sequence parallelism; "
     "experts whole, over a node's ranks or over all of dp that divide them), "
     "cp for long samples (by heads or round a ring, as attention takes less time), "
     "micro-batch 1-32, ZeRO 0-3 over all replicas or groups of them (a node; for ZeRO-3 2, 4, 8.. nodes), "
-    "recompute none/selective/full per region, uneven stages, 1F1B"
+    f"recompute none/selective/full per region, uneven stages, {pipelines.SPACE}"
 )
 
 
@@ -52,6 +51,7 @@ class Pins:
     zero_shard: int | None = None
     recompute: str | None = None
     schedule: str | None = None
+    vpp: int | None = None
     regions: tuple[tuple[str, str], ...] = ()
 
     def recompute_of(self, region: str) -> str | None:
@@ -91,7 +91,7 @@ ALONE = Inside()
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh with a micro-batch and a ZeRO stage: everything but boundaries and recompute.
+    """One mesh with a micro-batch, a ZeRO stage and a schedule: everything but boundaries and recompute.
 
     ``zero_shard`` replicas share one copy of what ZeRO shards, 0: all of them.
     """
@@ -137,9 +137,6 @@ def parse_pins(texts: Sequence[str]) -> Pins:
                     f"--pin {text!r}: a region takes recompute={'|'.join(RECOMPUTE)}, got {key!r}."
                 )
             regions += [(glob, _choice(text, value, RECOMPUTE)) for glob in _expand_range(where)]
-        elif key in LATER_AXES:
-            if value != "1" and value != "0":
-                raise BadInputError(f"--pin {text!r}: this version plans {key} at 1 only; leave the pin out.")
         else:
             plain[key] = _plain_value(text, key, value)
     return Pins(**plain, regions=tuple(regions))  # pyright: ignore[reportArgumentType]  checked by _plain_value
@@ -236,7 +233,24 @@ def candidates(
     ]
     if not found:
         raise BadInputError(_no_batch_message(global_batch, meshes, pins.micro_batch or min(micro_batches)))
-    return found
+    return _with_pipelines(found, max_stages, pins)
+
+
+def _with_pipelines(found: Sequence[Candidate], regions: int, pins: Pins) -> list[Candidate]:
+    """Every candidate under every schedule it may run by; raises BadInputError where a pin leaves none."""
+    scheduled = [
+        replace(one, schedule=schedule, vpp=vpp)
+        for one in found
+        for schedule, vpp in pipelines.pipelines(
+            one.mesh, one.microbatches, one.zero, regions, pins.schedule, pins.vpp
+        )
+    ]
+    if scheduled:
+        return scheduled
+    one, vpp = found[0], pins.vpp or 1
+    schedule = pins.schedule or ("interleaved_1f1b" if vpp > 1 else "1f1b")
+    pinned = f"--pin vpp={vpp}" if pins.vpp else f"--pin schedule={schedule}"
+    raise BadInputError(f"{pinned}: {pipelines.why_not(one.mesh, one.zero, regions, schedule, vpp)}")
 
 
 def _sharing(tp_degrees: Sequence[int], sp_degrees: Collection[int], pins: Pins) -> list[int]:

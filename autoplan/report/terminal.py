@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.plan import Part, Plan, Stage, StagePrediction, zero_text
-from autoplan.plan_table import estimate_mark, heading
+from autoplan.plan_table import estimate_mark, heading, schedule_text
 from autoplan.region_runs import fold_regions
 from autoplan.report.palette import RECOMPUTE_STYLE, STAGE_STYLES
 from autoplan.report.summary import fullest_stage
@@ -109,7 +109,8 @@ def _part_head(part: Part, plan: Plan) -> Text:
     line.append(f"  mesh {part.mesh}", style="not bold cyan")
     rest = (
         f"  micro-batch {part.micro_batch} x {part.microbatches} (global batch {work.global_batch})"
-        f"  schedule {part.schedule}  {part.zero_text}  {work.dtype} {work.optimizer}"
+        f"  schedule {schedule_text(part.schedule, part.vpp)}  {part.zero_text}"
+        f"  {work.dtype} {work.optimizer}"
     )
     return line.append(rest, style="not bold")
 
@@ -197,8 +198,9 @@ def _runners_up(plan: Plan, look: _Look) -> Iterator[RenderableType]:
     for _ in range(2):
         table.add_column(justify="right", no_wrap=True)
     for one in plan.runners_up[:_RUNNERS_UP]:
-        zero = zero_text(one.zero, one.zero_shard)
-        how = f"micro-batch {one.micro_batch} x {one.microbatches}, {one.schedule}, {zero}"
+        batches = f"micro-batch {one.micro_batch} x {one.microbatches}"
+        schedule, zero = schedule_text(one.schedule, one.vpp), zero_text(one.zero, one.zero_shard)
+        how = f"{batches}, {schedule}, {zero}"
         slower = one.step_time_s / plan.prediction.step_time_s - 1
         row = (str(one.mesh), how, look.time(one.step_time_s), f"{slower:+.1%}")
         table.add_row(*row)

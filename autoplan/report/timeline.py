@@ -64,6 +64,11 @@ class Timeline:
     def parts_s(self, event: Event) -> Mapping[str, float]:
         """What an event's seconds go to, by cause; they sum to its length."""
         told = self.told[event.stage]
+        if event.kind == "backward_weight":
+            return {"compute": told.weight_s}
+        if event.kind == "backward_input":
+            computed_s = told.backward_parts_s.get("compute", told.backward_s) - told.weight_s
+            return {**told.backward_parts_s, "compute": computed_s}
         return told.forward_parts_s if event.kind == "forward" else told.backward_parts_s
 
     def bubble_s(self, track: Track) -> float:
@@ -81,6 +86,11 @@ class Timeline:
         return {**spent, "bubble": self.bubble_s(track)}
 
 
+def direction(event: Event) -> str:
+    """``forward`` or ``backward``, of the inputs or whole; ``weight`` for weight gradients alone."""
+    return {"backward_input": "backward", "backward_weight": "weight"}.get(event.kind, event.kind)
+
+
 def timeline(plan: Plan, part: Part) -> Timeline | None:
     """The step as the forecast sees it; None where a stage has no forecast."""
     told = [stage.prediction for stage in part.stages]
@@ -93,6 +103,8 @@ def timeline(plan: Plan, part: Part) -> Timeline | None:
         [one.backward_s for one in known],
         part.microbatches,
         [one.hop_s for one in known[:-1]],
+        vpp=part.vpp,
+        weight_s=[one.weight_s for one in known],
     )
     step_s = plan.prediction.step_time_s
     tracks = tuple(_track(rank, part, run.events, step_s) for rank in range(part.mesh.pp))
@@ -101,10 +113,9 @@ def timeline(plan: Plan, part: Part) -> Timeline | None:
 
 def _track(rank: int, part: Part, events: tuple[tuple[Event, ...], ...], step_s: float) -> Track:
     stages = tuple(range(rank, len(part.stages), part.mesh.pp))
-    mine = sorted((event for stage in stages for event in events[stage]), key=lambda event: event.start_s)
     devices = part.mesh.stage_devices
-    once = _once(part, stages, mine[-1].end_s, step_s)
-    return Track(rank, rank * devices, devices, stages, tuple(mine), once)
+    once = _once(part, stages, events[rank][-1].end_s, step_s)
+    return Track(rank, rank * devices, devices, stages, events[rank], once)
 
 
 def _once(part: Part, stages: tuple[int, ...], ready_s: float, step_s: float) -> tuple[Once, ...]:

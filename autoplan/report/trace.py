@@ -35,6 +35,7 @@ _STREAM_IDS = {name: i for i, name in enumerate((COMPUTE, *STREAMS.values()))}
 _COLOURS = {  # names that chrome://tracing knows; Perfetto colours by name
     "forward": "thread_state_running",
     "backward": "rail_response",
+    "backward_input": "rail_response",
     "recompute": "rail_animation",
 }
 
@@ -118,7 +119,7 @@ def _hops(first: int, line: Timeline) -> Iterator[dict[str, Any]]:
     blocks = {(e.kind, e.stage, e.microbatch): e for track in line.tracks for e in track.events}
     number = 0
     for (kind, stage, microbatch), event in blocks.items():
-        onwards = {"forward": 1, "backward": -1}.get(kind, 0)
+        onwards = {"forward": 1, "backward": -1, "backward_input": -1}.get(kind, 0)
         target = blocks.get((kind, stage + onwards, microbatch)) if onwards else None
         if target is not None:
             number += 1

@@ -143,13 +143,16 @@ def _ends(
 
 @dataclass(frozen=True)
 class BoundRows:
-    """``step >= forward @ f + backward @ b + weight @ w + hops * hop_s`` for every row, with f, b, w the
-    seconds of every stage (b without w where the schedule splits the backward) and hop_s the least hop."""
+    """``end >= forward @ f + backward @ b + weight @ w + hops * hop_s`` for every row, with f, b, w the
+    seconds of every stage (b without w where the schedule splits the backward), hop_s the least hop, and
+    end that of the row's ``rank``; most of it is work of rank ``own``."""
 
     forward: Floats
     backward: Floats
     weight: Floats
     hops: Floats
+    rank: tuple[int, ...]
+    own: tuple[int, ...]
 
 
 def lower_bound_s(
@@ -181,20 +184,40 @@ def bound_rows(schedule: str, ranks: int, vpp: int, microbatches: int) -> BoundR
     its order has from one to the other; after the second its micro-batch still has to go the rest of its
     way. The sum of the three is a lower bound, linear in the stages' seconds. (Equal stages: one is exact.)
     """
-    require_schedule(schedule, vpp)
     few = _few(schedule, ranks, vpp, microbatches)
-    orders = rank_orders(schedule, ranks, vpp, few)
-    found: list[tuple[Floats, int]] = []
-    for rank, order in enumerate(orders):
-        table = _Rows(order, ranks * vpp, splits_backward(schedule))
-        repeated = np.zeros((3, ranks * vpp))
-        repeated[:, rank::ranks] = float(microbatches - few)
-        found += [(row + repeated, hops) for row, hops in table.rows()]
-    forward, backward, weight = np.stack([row for row, _ in found]).transpose(1, 0, 2)
+    found = _rows_of(schedule, ranks, vpp, few)
+    repeated = np.zeros((ranks, 3, ranks * vpp))
+    for rank in range(ranks):
+        repeated[rank, : 3 if splits_backward(schedule) else 2, rank::ranks] = float(microbatches - few)
+    rows = np.stack([row + repeated[rank] for rank, (row, _, _) in found]).transpose(1, 0, 2)
+    hops = np.array([hops for _, (_, hops, _) in found], float)
+    ends = tuple(end for _, (_, _, end) in found)
+    return BoundRows(rows[0], rows[1], rows[2], hops, ends, tuple(rank for rank, _ in found))
+
+
+@lru_cache(64)
+def _rows_of(schedule: str, ranks: int, vpp: int, microbatches: int) -> list[tuple[int, Row]]:
+    """The rows of every rank."""
+    require_schedule(schedule, vpp)
     split = splits_backward(schedule)
-    return BoundRows(
-        forward, backward, weight if split else 0.0 * weight, np.array([hops for _, hops in found], float)
-    )
+    return [
+        (rank, row)
+        for rank, order in enumerate(rank_orders(schedule, ranks, vpp, microbatches))
+        for row in _strongest(_Rows(order, rank, ranks * vpp, split).rows())
+    ]
+
+
+Row = tuple[Floats, int, int]  # coefficients [forward, backward, weight][stage], hops, the rank that ends
+
+
+def _strongest(rows: list[Row]) -> list[Row]:
+    """Without the rows whose every coefficient is at most that of another that ends with the same rank."""
+    kept: list[Row] = []
+    for row, hops, end in sorted(rows, key=lambda one: -float(one[0].sum())):
+        beaten = (end == other[2] and hops <= other[1] and bool((row <= other[0]).all()) for other in kept)
+        if not any(beaten):
+            kept.append((row, hops, end))
+    return kept
 
 
 def _few(schedule: str, ranks: int, vpp: int, microbatches: int) -> int:
@@ -205,25 +228,34 @@ def _few(schedule: str, ranks: int, vpp: int, microbatches: int) -> int:
 
 
 class _Rows:
-    """The bounds of one rank's order; coefficients are [forward, backward of the input, weight][stage]."""
+    """The bounds of one rank's order."""
 
-    def __init__(self, order: Sequence[Task], stages: int, split: bool) -> None:
-        self.order, self.stages = order, stages
+    def __init__(self, order: Sequence[Task], rank: int, stages: int, split: bool) -> None:
+        self.order, self.rank, self.stages, self.split = order, rank, stages, split
         self.backward = "backward_input" if split else "backward"
-        kinds = {"forward": 0, "backward": 1, "backward_input": 1, "backward_weight": 2}
-        one_each = np.zeros((len(order) + 1, 3, stages))
-        for position, task in enumerate(order):
-            one_each[position + 1, kinds[task.kind], task.stage] = 1.0
-        self.run = np.cumsum(one_each, axis=0)  # what the first tasks of the order take
 
-    def rows(self) -> list[tuple[Floats, int]]:
-        """(coefficients, hops) of every pair of a first and a second task in that order."""
-        found: list[tuple[Floats, int]] = []
-        for first, before, hops_before in self._firsts():
-            for last, after, hops_after in self._lasts():
-                if first <= last:
-                    between = self.run[last + 1] - self.run[first]
-                    found.append((before + between + after, hops_before + hops_after))
+    def rows(self) -> list[Row]:
+        """One of every pair of a first and a second task in that order."""
+        firsts, lasts = self._firsts(), self._lasts()
+        run = self._run({position for position, *_ in firsts} | {position + 1 for position, *_ in lasts})
+        return [
+            (before + run[last + 1] - run[first] + after, hops_before + hops_after, end)
+            for first, before, hops_before in firsts
+            for last, after, hops_after, end in lasts
+            if first <= last
+        ]
+
+    def _run(self, positions: set[int]) -> dict[int, Floats]:
+        """What the first tasks of the order take, for each number of them asked for."""
+        place = {"forward": 0, "backward": 1, "backward_input": 1, "backward_weight": 2}
+        counts = np.zeros((3, self.stages))
+        found: dict[int, Floats] = {}
+        for position in range(len(self.order) + 1):
+            if position in positions:
+                found[position] = counts.copy()
+            if position < len(self.order):
+                task = self.order[position]
+                counts[place[task.kind], task.stage] += 1
         return found
 
     def _firsts(self) -> list[tuple[int, Floats, int]]:
@@ -235,23 +267,22 @@ class _Rows:
             if task.kind == self.backward:
                 later = range(task.stage + 1, self.stages)
                 chain = self._chain(range(self.stages), later)
-                hops = self.stages - 1 + len(later)
-                return [*found.values(), (position, chain, hops)]
+                return [*found.values(), (position, chain, self.stages - 1 + len(later))]
         return list(found.values())
 
-    def _lasts(self) -> list[tuple[int, Floats, int]]:
-        """(position, what its micro-batch has to run after it elsewhere, hops)."""
-        found: dict[int, tuple[int, Floats, int]] = {-1: (len(self.order) - 1, self._chain(), 0)}
+    def _lasts(self) -> list[tuple[int, Floats, int, int]]:
+        """(position, what its micro-batch has to run after it elsewhere, hops, the rank where that ends)."""
+        found = {-1: (len(self.order) - 1, self._chain(), 0, self.rank)}
         for position in reversed(range(len(self.order))):
             task = self.order[position]
             if task.kind == self.backward and task.stage not in found:
                 chain = self._chain(backward=range(task.stage))
-                chain[2, 0] = float(task.stage > 0)  # the first stage's weight gradients are left then
-                found[task.stage] = position, chain, task.stage
+                chain[2, 0] = float(self.split and task.stage > 0)  # the first stage's weights are left then
+                found[task.stage] = position, chain, task.stage, 0
             if task.kind == "forward":
                 later = range(task.stage + 1, self.stages)
                 chain = self._chain(later, range(self.stages))
-                return [*found.values(), (position, chain, self.stages - 1 + len(later))]
+                return [*found.values(), (position, chain, self.stages - 1 + len(later), 0)]
         return list(found.values())
 
     def _chain(self, forward: Sequence[int] = (), backward: Sequence[int] = ()) -> Floats:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import MemoryItem, Part, Prediction, RegionPlan, StagePrediction, Workload
-from autoplan.schedules import rank_moments
+from autoplan.schedules import rank_moments, splits_backward
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.compute import DTYPE_FALLBACKS
 from autoplan_cost_models.rank_memory import StageLoad, micro_batch_bytes, rank_memory
@@ -237,6 +237,7 @@ def _estimated(
 def _stage_prediction(stage: PricedStage, limit_bytes: float, part: Part, dtype: str) -> StagePrediction:
     seconds = stage.seconds
     saved_bytes, backward_bytes = micro_batch_bytes(stage.load)
+    split = splits_backward(part.schedule)
     return StagePrediction(
         forward_s=seconds.forward,
         backward_s=seconds.backward,
@@ -253,5 +254,7 @@ def _stage_prediction(stage: PricedStage, limit_bytes: float, part: Part, dtype:
         backward_parts_s=backward_parts_s(stage.regions, seconds),
         saved_bytes=saved_bytes,
         backward_bytes=backward_bytes,
+        weight_s=seconds.weight if split else 0.0,
+        deferred_bytes=stage.load.deferred_bytes if split else 0.0,
         link_bytes=link_bytes(stage.regions, part, dtype, stage.load.received_bytes, stage.load.sent_bytes),
     )

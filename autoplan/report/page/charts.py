@@ -16,6 +16,8 @@ CAUSES: Mapping[str, str] = {
     "forward": "forward",
     "backward": "backward",
     "weight": "weight gradients",
+    "backward_input": "backward of the inputs",
+    "backward_weight": "weight gradients",
     "recompute": "recompute",
     "tp": "tensor-parallel communication",
     "cp": "context-parallel communication",

@@ -19,7 +19,7 @@ from autoplan.report.page.charts import (
     time_axis,
     words,
 )
-from autoplan.report.timeline import Timeline, Track
+from autoplan.report.timeline import Timeline, Track, direction
 from autoplan_cost_models.schedule import Event
 
 LEFT, WIDTH, TOP = 128.0, 960.0, 8.0
@@ -78,7 +78,7 @@ def _row_height(line: Timeline) -> float:
 def _causes(line: Timeline) -> list[str]:
     """Legend entries in the order of the table of causes."""
     found = {cause for track in line.tracks for cause, spent in line.spent_s(track).items() if spent > 0}
-    found |= {event.kind for track in line.tracks for event in track.events}
+    found |= {direction(event) for track in line.tracks for event in track.events}
     return [cause for cause in CAUSES if cause in found] + sorted(found - set(CAUSES) - {"compute"})
 
 
@@ -114,7 +114,7 @@ def pieces(track: Track, line: Timeline) -> Iterator[tuple[str, float, float]]:
         start_s = event.start_s
         parts = line.parts_s(event) or {"compute": event.end_s - event.start_s}
         for cause, part_s in parts.items():
-            yield (event.kind if cause == "compute" else cause), start_s, start_s + part_s
+            yield (direction(event) if cause == "compute" else cause), start_s, start_s + part_s
             start_s += part_s
     for one in track.once:
         yield one.kind, one.start_s, one.end_s
