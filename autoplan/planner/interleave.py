@@ -7,7 +7,8 @@ share its memory, so recompute is chosen for all of them at once.
 The bound: with least recompute everywhere, the rows of :func:`autoplan_cost_models.schedule.bound_rows`; and
 a rank that cannot hold this recomputes for e_r seconds at least, each of which a row of that rank counts as
 often as the least of its stages. e_r is the optimum where regions may be recomputed in part, at the moment
-of the schedule that asks for most (a relaxed multiple-choice knapsack).
+of the schedule that asks for most (a relaxed multiple-choice knapsack). With no more recompute than least,
+the simulation itself is a bound.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from autoplan.planner.chain import (
     NEVER,
     Chain,
     Cut,
+    Floats,
     Solved,
     even_ends,
-    least_once_s,
     region_seconds,
     stage_seconds,
 )
 from autoplan.planner.rank_room import RankRoom, stages_of
-from autoplan_cost_models.schedule import bound_rows
+from autoplan_cost_models.schedule import bound_rows, rank_ends
+from autoplan_cost_models.zero import added_s
 
 MOVES = 200  # of one region over one boundary, at most
 
@@ -57,12 +59,41 @@ def boundaries_bound_s(chain: Chain, ends: Sequence[int], least: Sequence[int]) 
     more_s = [rank.least_extra_s() for rank in ranks]
     if max(more_s) == NEVER:
         return NEVER
-    forward, backward, weight = stage_seconds(chain, ends, least)
-    seconds = rows.forward @ forward + rows.backward @ backward + rows.weight @ weight
+    seconds = stage_seconds(chain, ends, least)
     own = np.array(rows.own)
     often = rows.backward.reshape(len(own), chain.vpp, chain.ranks)[np.arange(len(own)), :, own].min(1)
-    steps_s = seconds + often * np.array(more_s)[own] + rows.hops * chain.hop_s
-    return float(np.max(steps_s)) + least_once_s(chain)
+    steps_s = rows.forward @ seconds[0] + rows.backward @ seconds[1] + rows.weight @ seconds[2]
+    steps_s += often * np.array(more_s)[own] + rows.hops * chain.hop_s
+    syncs_s = np.array([_shown_sync_s(chain, ends, rank) for rank in range(chain.ranks)])
+    simulated_s = np.array(_least_ends_s(chain, seconds))
+    last_s = max(float(np.max(simulated_s + syncs_s)), float(np.max(steps_s + syncs_s[list(rows.rank)])))
+    updates_s = sum(item.once.update_s for item in chain.items) / chain.ranks
+    return last_s + chain.items[0].once.gather_alone_s + updates_s
+
+
+def _least_ends_s(chain: Chain, seconds: Floats) -> list[float]:
+    """When each rank ends if nothing more is recomputed: no plan with these boundaries ends before."""
+    forward, backward, weight = seconds
+    hops = [chain.hop_s] * (chain.stages - 1)
+    whole = backward + weight  # weights are part of a backward
+    return rank_ends(
+        chain.schedule,
+        forward.tolist(),
+        whole.tolist(),
+        chain.microbatches,
+        hops,
+        vpp=chain.vpp,
+        weight_s=weight.tolist(),
+    )
+
+
+def _shown_sync_s(chain: Chain, ends: Sequence[int], rank: int) -> float:
+    """What the reduction of a rank's gradients adds at least: that of the first region, whose backward is the
+    last, or what exceeds the longest backward of a micro-batch."""
+    items = [item for stage in stages_of(chain, ends, rank) for item in stage.items]
+    longest_s = sum(i.backward_s + max(i.extra_s[o] for o in i.allowed) for i in items)
+    reduce_s = sum(item.once.reduce_s for item in items)
+    return added_s(reduce_s, max(items[0].once.reduce_alone_s, reduce_s - longest_s))
 
 
 def move_ends(chain: Chain, ends: Sequence[int], options: Sequence[int]) -> list[int]:

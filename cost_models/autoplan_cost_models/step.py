@@ -106,16 +106,37 @@ def _price_stages(
     memory = [_rank_memory(part, loads, setting, rank) for rank in range(part.mesh.pp)]
     priced: list[PricedStage] = []
     for index, load in enumerate(loads):
-        states = stage_states(load.regions, setting)
-        held = stage_parameters(load.regions)
-        seconds = stage_seconds(
-            load.regions, states, cost_model, setting.groups, workload.dtype, part.mesh.devices
-        )
-        summed_s = partial_sync_s(held, cost_model, Span(part.mesh.tp, 1), setting.groups, workload.dtype)
-        seconds = replace(seconds, gradient_sync=seconds.gradient_sync + summed_s)
+        seconds = _rank_seconds(part, load.regions, cost_model, setting)
         flying = in_flight(part.schedule, index, len(loads), part.microbatches, part.vpp)
         priced.append(PricedStage(load, seconds, flying, *memory[index % part.mesh.pp]))
-    return tuple(priced)
+    return tuple(priced) if part.vpp == 1 else _synced_together(part, priced, cost_model, setting)
+
+
+def _synced_together(
+    part: Part, stages: Sequence[PricedStage], cost_model: CostModel, setting: StageSetting
+) -> tuple[PricedStage, ...]:
+    """A rank reduces the gradients of all its stages, the last one's first: what is left after its last
+    backward is told of its first stage, which ran it."""
+    ranks = part.mesh.pp
+    told: list[PricedStage] = []
+    for index, stage in enumerate(stages):
+        together_s = 0.0
+        if index < ranks:
+            regions = [region for one in stages[index::ranks] for region in one.regions]
+            together_s = _rank_seconds(part, regions, cost_model, setting).gradient_sync
+        told.append(replace(stage, seconds=replace(stage.seconds, gradient_sync=together_s)))
+    return tuple(told)
+
+
+def _rank_seconds(
+    part: Part, regions: Sequence[PlacedRegion], cost_model: CostModel, setting: StageSetting
+) -> StageSeconds:
+    """Seconds of regions that lie on one rank, one after another."""
+    groups, dtype = setting.groups, setting.dtype
+    states, held = stage_states(regions, setting), stage_parameters(regions)
+    seconds = stage_seconds(regions, states, cost_model, groups, dtype, part.mesh.devices)
+    summed_s = partial_sync_s(held, cost_model, Span(part.mesh.tp, 1), groups, dtype)
+    return replace(seconds, gradient_sync=seconds.gradient_sync + summed_s)
 
 
 def _rank_memory(
