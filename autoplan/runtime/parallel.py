@@ -119,7 +119,7 @@ class ParallelModel:
         already summed and averaged over the ranks. :class:`BadInputError` if the batch does not fit the plan.
         """
         pieces = split_batch(self.program, batch)
-        weights = piece_weights(self.program.target_count, pieces)
+        weights = piece_weights(self.program.loss_terms, pieces)
         if not self._fed:
             require_equal(tensors_of(batch), "global batch", BATCH_REMEDY, self.ranks.device)
             self._fed = True
@@ -143,8 +143,8 @@ class ParallelModel:
         return loss
 
     def _share(
-        self, pieces: list[dict[str, torch.Tensor]], weights: list[float]
-    ) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
+        self, pieces: list[dict[str, torch.Tensor]], weights: list[tuple[float, ...]]
+    ) -> tuple[list[dict[str, torch.Tensor]], list[tuple[float, ...]]]:
         """The micro-batches of this replica, on its device, and their weights.
 
         On cp each rank has a part of a loss that is their sum, and the mean over replicas divides by cp.
@@ -152,7 +152,7 @@ class ParallelModel:
         count, cp = self.program.part.microbatches, self.ranks.shape.cp
         own = slice(self.ranks.dp * count, (self.ranks.dp + 1) * count)
         mine = [to_device(piece, self.program, self.ranks.device) for piece in pieces[own]]
-        return mine, [cp * weight for weight in weights[own]]
+        return mine, [tuple(cp * weight for weight in piece) for piece in weights[own]]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the user's model, each once."""

@@ -81,7 +81,7 @@ class Pipeline:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._deferred: dict[tuple[int, int], Any] = {}
 
-    def run(self, batches: MicroBatches, weights: Sequence[float]) -> torch.Tensor:
+    def run(self, batches: MicroBatches, weights: Sequence[Sequence[float]]) -> torch.Tensor:
         """Run the schedule; returns the mean loss on the rank of the last stage, zero elsewhere."""
         self._batches, self._weights = batches, weights
         self._loss = torch.zeros((), device=self.ranks.device, dtype=self.program.loss_dtype)
@@ -120,12 +120,18 @@ class Pipeline:
         named = {keyword: batch[name] for name, keyword in self.inputs[task.stage].items()}
         made = stage.module(*received, **named)
         if self.program.stages[task.stage].is_last:
-            made = (made * self._weights[task.microbatch] / self.count,)
+            made = (self._weighted(made, self._weights[task.microbatch]) / self.count,)
             self._loss = self._loss + made[0].detach()
         else:
             self._arrived[task] = _Message(tuple(tensor.detach().contiguous() for tensor in made))
         edges = tuple(_gradient_edge(tensor) for tensor in made)
         self._graphs[task.stage, task.microbatch] = _Graph(received, edges)
+
+    def _weighted(self, loss: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+        """The loss of a micro-batch, or the sum of its terms, as they count in the global batch."""
+        if len(weights) == 1:
+            return loss * weights[0]
+        return (loss * loss.new_tensor(weights)).sum()
 
     def _backward(self, task: Task) -> None:
         graph = self._graphs.pop((task.stage, task.microbatch))

@@ -21,11 +21,12 @@ from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import AxisLayout, Layout, Part, Plan
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan.runtime.issued import StageCollectives, stage_collectives
-from autoplan.runtime.weighting import TargetCount, find_target_count
+from autoplan.runtime.weighting import LossTerm, find_loss_terms
 from autoplan.schedules import splits_backward
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
 from autoplan_passes.calls import output_nodes, shape_of
 from autoplan_passes.fuel import Fuel, fuel_from_environment
+from autoplan_passes.loss_terms import split_loss
 from autoplan_passes.regather import regather
 from autoplan_passes.shard import AxisStep, shard_region
 from autoplan_passes.split_backward import defer_weight_gradients
@@ -84,7 +85,7 @@ class RunProgram:
     loss_dtype: torch.dtype
     collectives: tuple[StageCollectives, ...] = ()
     fuel: Fuel = field(default_factory=Fuel)
-    target_count: TargetCount | None = None
+    loss_terms: tuple[LossTerm, ...] = (LossTerm(),)
     low_precision: torch.dtype | None = None
 
     def homes_of(self, name: str) -> tuple[Home, ...]:
@@ -220,6 +221,11 @@ def prepare(
     part, fuel = single_part(plan), fuel or fuel_from_environment()
     programs = split_stages(capture, regions, part)
     graphs = local_graphs(capture, programs, plan, passes, fuel)
+    terms = find_loss_terms(capture)
+    if len(terms) > 1:
+        last = programs[-1].calls[-1]
+        position = last.region.outputs.index(programs[-1].loss)
+        graphs[last.graph_key] = split_loss(graphs[last.graph_key], position, len(terms))
     facts = stage_facts(capture, plan, part)
     sources = tuple(emit_stage(program, graphs, facts) for program in programs)
     differentiable = differentiable_values(capture)
@@ -250,7 +256,7 @@ def prepare(
         loss_dtype=next(n for n in capture.graph.nodes if n.name == capture_loss(capture)).meta["val"].dtype,
         collectives=stage_collectives(programs, graphs, part.mesh),
         fuel=fuel,
-        target_count=find_target_count(capture),
+        loss_terms=terms,
     )
 
 
