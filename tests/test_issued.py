@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from captured_models import small_sizes, small_source
 from run_fixture import HandPlans
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
+from torch.utils.checkpoint import _CachedTorchDispatchMode  # pyright: ignore[reportPrivateUsage]
 
 from autoplan.capture import capture_model, load_model_source
 from autoplan.runtime.check import DTYPES, Checker
 from autoplan.runtime.forked import run_ranks
-from autoplan.runtime.issued import StageCollectives
 from autoplan.runtime.parallel import ParallelModel
+from autoplan.runtime.prepare import RunProgram
 from autoplan.runtime.ranks import Ranks, join_ranks
 
+COMM = torch.ops._c10d_functional
 MODEL = Path(__file__).parent / "models" / "tiny_llama_hf.py"
 KINDS = {
     "all_reduce": "all_reduce",
@@ -32,67 +36,94 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "tp2 on two stages": {"tp": 2, "pp": 2, "recompute": ("none", "full")},
     "tp2 of two replicas": {"tp": 2, "dp": 2, "zero": 3},
     "tokens cut": {"tp": 2, "sp": True},
-    "tokens cut, all recomputed": {"tp": 2, "sp": True, "recompute": ("full",)},
+    "tokens cut, all recomputed": {"tp": 2, "sp": True, "recompute": ("full", "none")},
     "tokens cut, some recomputed": {"tp": 2, "sp": True, "recompute": ("selective", "selective", "none")},
     "tokens cut, backward split": {"tp": 2, "sp": True, "pp": 2, "schedule": "zb_h1"},
+    "two stages a rank": {"tp": 2, "pp": 2, "vpp": 2, "schedule": "interleaved_1f1b", "micro_batch": 1},
+    "backward split, all recomputed": {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": ("full", "none")},
+    "by heads": {"cp": 2, "cp_kind": "ulysses", "recompute": ("full", "none")},
+    "round a ring": {"cp": 2, "cp_kind": "ring", "tp": 2, "recompute": ("full", "selective")},
+    "round a larger ring": {"cp": 4, "cp_kind": "ring"},
 }
-Call = tuple[str, str, int]
+Call = tuple[str, str, str, int]  # direction, kind, axis, bytes
 
 
-class Recorder(TorchDispatchMode):
-    """Every functional collective in the order of issue, apart by direction: (kind, axis, bytes)."""
+class Recorder:
+    """Every functional collective in the order of issue, inside operators of our own too."""
 
     def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
         self.axes: dict[str, str] = {ranks.group(axis).group_name: axis for axis in ranks.region_axes}
-        self.forward: list[Call] = []
-        self.backward: list[Call] = []
+        self.calls: list[Call] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        kind = KINDS.get(func._schema.name.partition("::")[2], "")
-        if func.namespace == "_c10d_functional" and kind:
-            size = max(x.numel() * x.element_size() for x in (args[0], result))
-            group = next(a for a in reversed(args) if isinstance(a, str))
+    def watch(self) -> None:
+        """From here on, in this process."""
+        for name, kind in KINDS.items():
+            setattr(COMM, name, self._watched(getattr(COMM, name), kind))
+
+    def _watched(self, function: Any, kind: str) -> Watched:
+        def note(sent: torch.Tensor, result: torch.Tensor, group: str) -> None:
+            size = max(x.numel() * x.element_size() for x in (sent, result))
             in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]: no public one
-            (self.backward if in_backward else self.forward).append((kind, self.axes[group], size))
+            self.calls.append(("backward" if in_backward else "forward", kind, self.axes[group], size))
+
+        return Watched(function, note)
+
+
+class Watched:
+    """An operator whose calls are noted; in all else the operator itself."""
+
+    def __init__(self, function: Any, note: Callable[[torch.Tensor, torch.Tensor, str], None]) -> None:
+        self._function, self._note = function, note
+
+    def __call__(self, *args: Any) -> Any:
+        result = self._function(*args)
+        modes = _get_current_dispatch_mode_stack()
+        if not any(isinstance(mode, _CachedTorchDispatchMode) for mode in modes):  # kept
+            self._note(args[0], result, args[-1])
         return result
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
 
-@pytest.fixture(scope="module")
-def checker() -> tuple[HandPlans, Checker]:
+
+@cache
+def llama() -> tuple[HandPlans, Checker]:
     plans = HandPlans(capture_model(MODEL, dtype="fp64"), "llama")
     return plans, Checker(load_model_source(MODEL), plans.plan())
 
 
-def issued(checker: Checker, program: Any) -> list[tuple[int, list[Call], list[Call]]]:
-    def body(_rank: int) -> tuple[int, list[Call], list[Call]]:
+def issued(checker: Checker, program: RunProgram) -> list[tuple[int, list[Call]]]:
+    """For every rank its place on the pp axis and what it issued in a step."""
+
+    def body(_rank: int) -> tuple[int, list[Call]]:
         torch.set_default_dtype(DTYPES[checker.dtype])
         ranks = join_ranks(program.part.mesh)
         parallel = ParallelModel(program, checker.model, ranks)
-        with Recorder(ranks) as recorder:
-            parallel.step(checker.batch)
-        return ranks.pp, recorder.forward, recorder.backward
+        recorder = Recorder(ranks)
+        recorder.watch()
+        parallel.step(checker.batch)
+        return ranks.pp, recorder.calls
 
     return run_ranks(program.part.mesh.devices, body)
 
 
-def planned(collectives: StageCollectives, count: int) -> tuple[list[Call], list[Call]]:
-    return [one.sent for one in collectives.forward] * count, [
-        one.sent for one in collectives.backward
-    ] * count
-
-
 @pytest.mark.parametrize("name", PLANS)
-def test_ranks_issue_what_the_program_says(name: str, checker: tuple[HandPlans, Checker]) -> None:
+def test_ranks_issue_what_the_program_says(name: str) -> None:
     """A rank that sends once more than its peers hangs them all; recompute sends again."""
-    plans, own = checker
-    program = own.prepare(plans.plan(**PLANS[name]))
-    by_stage: dict[int, list[tuple[list[Call], list[Call]]]] = {}
-    for stage, forward, backward in issued(own, program):
-        by_stage.setdefault(stage, []).append((forward, backward))
+    plans, checker = llama()
+    program = checker.prepare(plans.plan(**PLANS[name]))
     assert any(collectives.backward for collectives in program.collectives)
-    for stage, found in by_stage.items():
-        assert all(one == found[0] for one in found)
-        expected = planned(program.collectives[stage], program.part.microbatches)
-        assert found[0] == expected
+    for pp_rank, calls in issued(checker, program):
+        assert calls == [(direction, *one.sent) for direction, one in program.issued_on(pp_rank)]
+
+
+def test_experts_issue_the_same_whatever_the_routing() -> None:
+    """How many rows go to an expert is data; that they go is not."""
+    source = small_source("qwen3_30b_a3b", 2)
+    plans = HandPlans(capture_model(source, dtype="fp64", sizes=small_sizes(source)), "experts")
+    checker = Checker(source, plans.plan())
+    program = checker.prepare(plans.plan(dp=2, ep=2, tp=2))
+    for pp_rank, calls in issued(checker, program):
+        planned = [(direction, *one.sent) for direction, one in program.issued_on(pp_rank)]
+        assert [call[:3] for call in calls] == [call[:3] for call in planned]
+        assert {call[2] for call in calls} == {"ep", "tp"}

@@ -25,6 +25,7 @@ from autoplan_passes.stages import RegionCall, StageProgram
 from autoplan_passes.transitions import move_of
 
 _Sent = tuple[str, str, str, int]  # op, kind, axis, bytes
+WIDE_BYTES = 4  # gradients travel a ring in single precision or better
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,27 @@ def _bytes(value: Any) -> int:
     return value.numel() * value.element_size()
 
 
+def _one_by_one(node: fx.Node, sends: list[NodeSends]) -> list[NodeSends]:
+    """A ring as its messages: keys and values go on at all steps but the last, their gradients at all."""
+    if not any(one.forward == "ring" for one in sends):
+        return sends
+    (ring,) = (one for one in sends if one.forward == "ring")
+    ways, _ = node.meta["ring"]
+    passed = [n.meta["val"] for n in node.all_input_nodes[1:3]]
+    held = sum(_bytes(value) for value in passed)
+    gradients = sum(value.numel() * max(value.element_size(), WIDE_BYTES) for value in passed)
+    there = [NodeSends("all_to_all", "none", ring.axis, held, 0)] * (ways - 1)
+    back = [size for _ in range(ways - 1) for size in (held, gradients)] + [gradients]
+    back = back if ring.backward != "none" else []
+    others = [one for one in sends if one is not ring]
+    return [*others, *there, *(NodeSends("none", "all_to_all", ring.axis, 0, size) for size in back)]
+
+
 def region_sends(graph: fx.GraphModule, mesh: Mesh) -> RegionSends:
+    """The collectives of one region for one micro-batch, in the order in which they are issued."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     differentiable = find_differentiable(graph.graph)
-    sends = {n: node_sends(n, differentiable) for n in nodes}
+    sends = {n: _one_by_one(n, node_sends(n, differentiable)) for n in nodes}
     forward = {
         n: [(n.name, one.forward, one.axis, one.forward_bytes) for one in found if one.forward != "none"]
         for n, found in sends.items()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import AxisLayout, Layout, Part, Plan
 from autoplan.regions import Region, find_regions, region_graph
-from autoplan.runtime.issued import StageCollectives, stage_collectives
+from autoplan.runtime.issued import Issued, StageCollectives, stage_collectives
 from autoplan.runtime.weighting import LossTerm, find_loss_terms
-from autoplan.schedules import splits_backward
+from autoplan.schedules import rank_orders, splits_backward
 from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
 from autoplan_passes.calls import output_nodes, shape_of
 from autoplan_passes.fuel import Fuel, fuel_from_environment
@@ -90,6 +90,16 @@ class RunProgram:
 
     def homes_of(self, name: str) -> tuple[Home, ...]:
         return tuple(home for home in self.homes if home.name == name)
+
+    def issued_on(self, pp_rank: int) -> Iterator[tuple[str, Issued]]:
+        """What every rank at this place of the pp axis issues in a step, in order, with its direction."""
+        part = self.part
+        orders = rank_orders(part.schedule, part.mesh.pp, part.vpp, part.microbatches)
+        for task in orders[pp_rank]:
+            direction = task.kind.partition("_")[0]
+            if task.kind != "backward_weight":
+                for one in getattr(self.collectives[task.stage], direction):
+                    yield direction, one
 
     def with_source(self, stage: int, text: str) -> RunProgram:
         """The same program with other code for one stage."""

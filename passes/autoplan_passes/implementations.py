@@ -83,7 +83,7 @@ def _ring_sent(call: Call) -> tuple[Sent, ...]:
     return (("ring", "ring", held, held + gradients),)
 
 
-def _repeated_heads_sent(call: Call) -> tuple[Sent, ...]:
+def repeated_heads_sent(call: Call) -> tuple[Sent, ...]:
     """Keys and values by heads, each head once for every rank that needs it: one head a rank."""
     sizes = [math.prod(shape) / shape[1] for shape in call.shapes[1:3]]
     sent = [size * first_tensor(tensor).element_size() for size, tensor in zip(sizes, call.tensors[1:3])]
@@ -109,7 +109,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "ring_attention": Implementation(ring.ring_attention, _ring_arguments, _ring_sent),
 }
 # The op itself, on inputs that are sent on the way to it (see ``local_ops``).
-SENT_ON_THE_WAY: Mapping[str, Callable[[Call], tuple[Sent, ...]]] = {"repeated_heads": _repeated_heads_sent}
+SENT_ON_THE_WAY: Mapping[str, Callable[[Call], tuple[Sent, ...]]] = {"repeated_heads": repeated_heads_sent}
 
 
 def implementation_sends(name: str, call: Call) -> tuple[Sent, ...]:

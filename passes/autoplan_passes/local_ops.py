@@ -17,7 +17,7 @@ from autoplan.errors import BadPlanError
 from autoplan_passes import collectives
 from autoplan_passes.calls import Call, first_tensor, op_name, shape_of, tensor_inputs
 from autoplan_passes.grouped import grouped_product
-from autoplan_passes.implementations import AVERAGE, IMPLEMENTATIONS, scaled
+from autoplan_passes.implementations import AVERAGE, IMPLEMENTATIONS, repeated_heads_sent, scaled
 from autoplan_passes.rows import Local
 from autoplan_passes.rules import Rule, row_of
 from autoplan_passes.states import is_at_experts, local_shape
@@ -69,11 +69,12 @@ def _with_repeated_heads(
 ) -> fx.Node:
     """``attention(q, k, v) -> attention(q, all_to_all(repeat_interleave(k, 4, 1), 2, 1, axis), ...)``"""
     made = dict(inputs)
-    for tensor in Call(node).tensors[1:3]:
+    for tensor, sent in zip(Call(node).tensors[1:3], repeated_heads_sent(Call(node))):
         repeats = ways // shape_of(tensor)[1]
         repeat = torch.ops.aten.repeat_interleave.self_int
         repeated = propagate(graph.call_function(repeat, (inputs[tensor], repeats, 1)))
         made[tensor] = propagate(graph.call_function(collectives.all_to_all, (repeated, 2, 1, axis)))
+        made[tensor].meta["collective"] = ((*sent, axis),)
     return graph.node_copy(node, made.__getitem__)
 
 

@@ -22,7 +22,7 @@ from autoplan_passes.conversions import Conversion, chains
 from autoplan_passes.dispatch import DryExperts
 from autoplan_passes.experts import Routes, chain_ends, chain_experts
 from autoplan_passes.fuel import Fuel, limited
-from autoplan_passes.implementations import implementation_sends
+from autoplan_passes.implementations import SENT_ON_THE_WAY, implementation_sends
 from autoplan_passes.local_ops import find_fake_mode, local_call, propagate
 from autoplan_passes.placements import place_on
 from autoplan_passes.rules import Rule
@@ -300,7 +300,9 @@ class _Sharder:
         states = dict(zip(tensor_inputs(node), rule.inputs))
         inputs = {n: self.fetch(n, states.get(n, REPLICATE)) for n in node.all_input_nodes}
         local = local_call(self.graph, node, rule, inputs, self.axis, self.layout.size)
-        sent = tuple((*one, self.axis) for one in implementation_sends(rule.implementation, Call(node)))
+        inside = rule.implementation not in SENT_ON_THE_WAY  # what comes before the op is noted there
+        sends = implementation_sends(rule.implementation, Call(node)) if inside else ()
+        sent = tuple((*one, self.axis) for one in sends)
         sent += _of_earlier_axes(node, local)
         if sent:
             local.meta["collective"] = sent
