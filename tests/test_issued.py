@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ import pytest
 import torch
 from captured_models import small_sizes, small_source
 from run_fixture import HandPlans
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
-from torch.utils.checkpoint import _CachedTorchDispatchMode  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.capture import capture_model, load_model_source
 from autoplan.runtime.check import DTYPES, Checker
@@ -48,42 +48,53 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 Call = tuple[str, str, str, int]  # direction, kind, axis, bytes
 
 
-class Recorder:
-    """Every functional collective in the order of issue, inside operators of our own too."""
+class Recorder(TorchDispatchMode):
+    """Every functional collective in the order of issue.
+
+    No mode sees what an operator of our own issues inside (attention round a ring): there, the functions are
+    replaced while it runs.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
         self.axes: dict[str, str] = {ranks.group(axis).group_name: axis for axis in ranks.region_axes}
         self.calls: list[Call] = []
 
-    def watch(self) -> None:
-        """From here on, in this process."""
-        for name, kind in KINDS.items():
-            setattr(COMM, name, self._watched(getattr(COMM, name), kind))
-
-    def _watched(self, function: Any, kind: str) -> Watched:
-        def note(sent: torch.Tensor, result: torch.Tensor, group: str) -> None:
-            size = max(x.numel() * x.element_size() for x in (sent, result))
-            in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]: no public one
-            self.calls.append(("backward" if in_backward else "forward", kind, self.axes[group], size))
-
-        return Watched(function, note)
-
-
-class Watched:
-    """An operator whose calls are noted; in all else the operator itself."""
-
-    def __init__(self, function: Any, note: Callable[[torch.Tensor, torch.Tensor, str], None]) -> None:
-        self._function, self._note = function, note
-
-    def __call__(self, *args: Any) -> Any:
-        result = self._function(*args)
-        modes = _get_current_dispatch_mode_stack()
-        if not any(isinstance(mode, _CachedTorchDispatchMode) for mode in modes):  # kept
-            self._note(args[0], result, args[-1])
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "autoplan":
+            with self._inside():
+                return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "_c10d_functional" and name in KINDS:
+            self._note(KINDS[name], args, result)
         return result
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
+    def _note(self, kind: str, args: Sequence[Any], result: torch.Tensor) -> None:
+        size = max(x.numel() * x.element_size() for x in (args[0], result))
+        group = next(a for a in reversed(args) if isinstance(a, str))
+        in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]: no public one
+        self.calls.append(("backward" if in_backward else "forward", kind, self.axes[group], size))
+
+    @contextmanager
+    def _inside(self) -> Generator[None]:
+        before = {name: getattr(COMM, name) for name in KINDS}
+
+        def noted(function: Any, kind: str) -> Callable[..., torch.Tensor]:
+            def call(*args: Any) -> torch.Tensor:
+                result = function(*args)
+                self._note(kind, args, result)
+                return result
+
+            return call
+
+        for name, kind in KINDS.items():
+            setattr(COMM, name, noted(before[name], kind))
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(COMM, name, function)
 
 
 @cache
@@ -99,9 +110,8 @@ def issued(checker: Checker, program: RunProgram) -> list[tuple[int, list[Call]]
         torch.set_default_dtype(DTYPES[checker.dtype])
         ranks = join_ranks(program.part.mesh)
         parallel = ParallelModel(program, checker.model, ranks)
-        recorder = Recorder(ranks)
-        recorder.watch()
-        parallel.step(checker.batch)
+        with Recorder(ranks) as recorder:
+            parallel.step(checker.batch)
         return ranks.pp, recorder.calls
 
     return run_ranks(program.part.mesh.devices, body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from torch import fx
 from autoplan.capture import capture_model, load_model_source
 from autoplan.errors import BadInputError
 from autoplan.plan import Plan
-from autoplan.runtime import prepare
+from autoplan.runtime import local_graphs, parallel
 from autoplan.runtime.check import Checker
 from autoplan.runtime.locate import locate
-from autoplan.runtime.reduction import Bucket
+from autoplan.runtime.replication import Replicas, join_replicas
 from autoplan_passes import collectives
 from autoplan_passes.fuel import VARIABLE, Fuel, fuel_from_environment
 from autoplan_passes.shard import shard_region
@@ -112,26 +112,28 @@ def test_mutants_are_led_back_to_their_op(
 
     plans, checker = made
     plan = plans.plan(tp=2)
-    monkeypatch.setattr(prepare, "shard_region", broken)
+    monkeypatch.setattr(local_graphs, "shard_region", broken)
     assert not checker.check(plan).ok
     static, numeric = locate(checker, plan)
     assert "region blocks.0 on tp" in static and any(f" {name}" in static for name in near)
     assert f": {op} in Block-" in numeric
 
 
+@pytest.mark.parametrize(
+    ("divisor", "factor"), [(1, "2 times"), (4, "0.5 times")], ids=["deleted", "doubled"]
+)
 def test_a_mean_over_replicas_is_not_blamed_on_the_pass(
-    made: tuple[HandPlans, Checker], monkeypatch: pytest.MonkeyPatch
+    divisor: int, factor: str, made: tuple[HandPlans, Checker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One factor on all gradients comes from a sum over ranks, and no rewrite makes it."""
-    give = Bucket._give_whole  # pyright: ignore[reportPrivateUsage]
+    """One factor on all gradients comes from a mean over ranks, and no rewrite makes it."""
+    degrees, divisor, factor = MEANS[what]
 
-    def undivided(bucket: Bucket) -> None:
-        bucket._flat *= bucket._replicas.divisor  # pyright: ignore[reportPrivateUsage]
-        give(bucket)
+    def wrong(*args: Any) -> Mapping[str, Replicas]:
+        return {name: replace(one, divisor=divisor) for name, one in join_replicas(*args).items()}
 
     plans, checker = made
-    plan = plans.plan(tp=2, dp=2)
-    monkeypatch.setattr(Bucket, "_give_whole", undivided)
+    plan = plans.plan(**degrees)
+    monkeypatch.setattr(parallel, "join_replicas", wrong)
     result = checker.check(plan)
-    assert not result.ok and "every gradient is 2 times what it should be" in result.notes[-1]
+    assert not result.ok and f"every gradient is {factor} what it should be" in result.notes[-1]
     assert [note.partition(":")[0] for note in locate(checker, plan)] == ["the sharding pass is not to blame"]

@@ -32,7 +32,7 @@ PROVED: dict[str, list[tuple[Row, str]]] = {
     "tiny_llama": [(ALL_AXES, "none")],
     "mixtral_8x7b": [(ALL_AXES, "full"), (Row({"tp": 2, "dp": 2, "pp": 2}, ("ep=2",)), "none")],
     "deepseek_v3": [(ALL_AXES, "none"), (Row({"tp": 2, "dp": 2, "pp": 2}, ("ep=2",)), "full")],
-    "t5": [(ALL_AXES, "full")],
+    "t5": [(Row(ALL_AXES.degrees, ("sp=1",)), "full")],
     "vlm": [(ALL_AXES, "none")],
 }
 
@@ -51,12 +51,12 @@ def test_rows_are_every_product_once() -> None:
 def test_rows_pin_everything() -> None:
     """A degree left free is the search's choice, and the row proves another layout than it says."""
     row = Row({"tp": 2, "pp": 2}, ("zero=3",))
-    assert set(row.all_pins) == {"tp=2", "cp=1", "dp=1", "pp=2", "ep=1", "zero=3", "recompute=none"}
+    assert set(row.all_pins) == {"tp=2", "cp=1", "dp=1", "pp=2", "ep=1", "sp=0", "zero=3", "recompute=none"}
     assert list(products(4, ("tp", "pp"))) == [{"tp": 4}, {"tp": 2, "pp": 2}, {"pp": 4}]
 
 
 def test_rows_are_chosen_by_name() -> None:
-    assert [row.name for row in chosen_rows(devices=2, only=("tp*", "pp*"))] == ["tp2", "pp2"]
+    assert [row.name for row in chosen_rows(devices=2, only=("tp*", "pp*"))] == ["tp2", "pp2", "tp2 sp=1"]
     with pytest.raises(BadInputError, match="the rows are 'tp2', 'dp2'"):
         chosen_rows(only=("nonsense",))
 

@@ -14,14 +14,15 @@ from torch._dynamo.utils import counters
 
 from autoplan.capture import capture_model, load_model_source
 from autoplan.plan import Mesh
-from autoplan.runtime import prepare
 from autoplan.runtime.check import Checker
 from autoplan.runtime.forked import run_ranks
 from autoplan.runtime.issued import dry_mesh
+from autoplan.runtime.local_graphs import local_graph
 from autoplan.runtime.parallel import ParallelModel
 from autoplan.runtime.ranks import join_ranks
 from autoplan_passes.shard import AxisStep
 from autoplan_passes.split_backward import defer_weight_gradients
+from autoplan_passes.stages import split_stages
 
 MODEL = Path(__file__).parent / "models" / "tiny_gpt.py"
 MESHES: dict[str, dict[str, Any]] = {
@@ -44,10 +45,10 @@ def test_graphs_lint_run_and_print(name: str, made: tuple[HandPlans, Checker]) -
     plan = plans.plan(**MESHES[name])
     part = plan.parts[0]
     capture, regions = checker.traced(part.micro_batch)
-    (program,) = prepare.split_stages(capture, regions, part)
+    (program,) = split_stages(capture, regions, part)
     for call in {call.graph_key: call for call in program.calls}.values():
         steps: list[AxisStep] = []
-        local = prepare.local_graph(capture, call, plan, checker.passes, steps)
+        local = local_graph(capture, call, plan, checker.passes, steps)
         assert steps[-1].local is local
         for graph in [*(step.whole for step in steps), local, defer_weight_gradients(local)]:
             assert_sound(graph, part.mesh)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from captured_models import small_sizes, small_source
 from mutants import Mutant, mutants
 from run_fixture import HandPlans
 from torch import fx
@@ -16,7 +17,7 @@ from torch import fx
 from autoplan.capture import capture_model
 from autoplan.cli import main
 from autoplan.plan import AxisLayout, Plan
-from autoplan.runtime import prepare, verify
+from autoplan.runtime import local_graphs, verify
 from autoplan.runtime.verify import RegionFault, VerifyResult, verify_capture
 from autoplan_passes.shard import AxisStep, shard_region
 
@@ -40,14 +41,39 @@ def only_fault(plans: HandPlans, plan: Plan) -> RegionFault:
     return fault
 
 
-@pytest.mark.parametrize("degrees", [TP, STAGES, {"dp": 2}, {"pp": 4}], ids=str)
-def test_plans_type_check(degrees: dict[str, Any], plans: HandPlans) -> None:
+PLANS: dict[str, dict[str, Any]] = {
+    "tp": TP,
+    "tp on stages": STAGES,
+    "dp": {"dp": 2},
+    "a stage a region": {"pp": 4},
+    "sp on stages": {"tp": 2, "sp": True, "pp": 2},
+    "two stages a rank": {"tp": 2, "pp": 2, "vpp": 2, "schedule": "zb_h1"},
+    "by heads": {"cp": 2, "cp_kind": "ulysses", "tp": 2},
+    "heads repeated on their way": {"cp": 4, "cp_kind": "ulysses"},
+    "round a ring": {"cp": 2, "cp_kind": "ring", "tp": 2, "sp": True, "pp": 2},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_type_check(name: str, plans: HandPlans) -> None:
     """Once a class, whatever the depth; a stage that makes its own masks has a side region."""
+    degrees = PLANS[name]
     result = checked(plans, plans.plan(**degrees))
-    assert result.ok and len(result.collectives) == degrees.get("pp", 1)
+    assert result.ok, result.faults
+    assert len(result.collectives) == degrees.get("pp", 1) * degrees.get("vpp", 1)
     assert max(one.regions for one in result.classes) == 2
-    assert bool(result.collectives[-1].forward) == ("tp" in degrees)
+    assert bool(result.collectives[-1].forward) == bool({"tp", "cp"} & set(degrees))
     assert result.ops > 100
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sp": True}], ids=str)
+def test_plans_of_experts_type_check(degrees: dict[str, Any]) -> None:
+    """On ep nothing is replicated that reads tokens: every rank has its own."""
+    source = small_source("deepseek_v3", 2)
+    plans = HandPlans(capture_model(source, dtype="fp32", sizes=small_sizes(source)), "experts")
+    result = checked(plans, plans.plan(**degrees))
+    assert result.ok, result.faults
+    assert any(one.axis == "ep" for one in result.collectives[0].forward)
 
 
 def mutant_plan(
@@ -70,7 +96,7 @@ def mutant_plan(
             steps += own
         return local
 
-    monkeypatch.setattr(prepare, "shard_region", broken)
+    monkeypatch.setattr(local_graphs, "shard_region", broken)
     return made
 
 

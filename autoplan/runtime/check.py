@@ -22,9 +22,9 @@ from autoplan.regions import Region, find_regions
 from autoplan.runtime.batch import split_batch
 from autoplan.runtime.exact import in_double, without_dropout
 from autoplan.runtime.forked import run_ranks
+from autoplan.runtime.local_graphs import GraphPass
 from autoplan.runtime.parallel import ParallelModel
 from autoplan.runtime.prepare import (
-    GraphPass,
     RunProgram,
     first_samples,
     prepare,

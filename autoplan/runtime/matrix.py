@@ -23,6 +23,7 @@ RANKS = (2, 4, 8)
 AXES = ("tp", "cp", "dp", "pp")
 PRODUCT_AXES = ("tp", "dp", "pp")
 RECOMPUTE = ("none", "full")
+DEFAULTS = ("ep=1", "sp=0", "zero=0", "recompute=none")
 GLOBAL_BATCH = 8
 
 
@@ -45,11 +46,11 @@ class Row:
 
     @property
     def all_pins(self) -> tuple[str, ...]:
-        """Everything fixed for the search: every axis, no ZeRO unless the row says so."""
+        """Everything fixed for the search: every axis, and what the row does not say at its plainest."""
         degrees = {**dict.fromkeys(AXES, 1), **self.degrees}
         fixed = {pin.partition("=")[0] for pin in self.pins}
-        default = [pin for pin in ("ep=1", "zero=0", "recompute=none") if pin.partition("=")[0] not in fixed]
-        return (*(f"{axis}={size}" for axis, size in degrees.items()), *default, *self.pins)
+        free = [pin for pin in DEFAULTS if pin.partition("=")[0] not in fixed]
+        return (*(f"{axis}={size}" for axis, size in degrees.items()), *free, *self.pins)
 
 
 def products(ranks: int, axes: Sequence[str] = PRODUCT_AXES) -> Iterator[dict[str, int]]:
@@ -65,11 +66,17 @@ def products(ranks: int, axes: Sequence[str] = PRODUCT_AXES) -> Iterator[dict[st
 
 # What the degrees do not say: one line a layout.
 VARIANTS: tuple[Row, ...] = (
+    *(Row({"tp": 2, "dp": 2}, (f"zero={stage}",)) for stage in (1, 2)),
     Row({"dp": 2}, ("zero=3",)),
     Row({"dp": 4}, ("zero=3",)),
     Row({"tp": 2, "dp": 2}, ("zero=3",)),
     Row({"dp": 2, "pp": 2}, ("zero=3",)),
     Row({"tp": 2, "dp": 2, "pp": 2}, ("zero=3",)),
+    Row({"tp": 2}, ("sp=1",)),
+    Row({"tp": 4}, ("sp=1",)),
+    Row({"tp": 2, "dp": 2}, ("sp=1",)),
+    Row({"tp": 2, "pp": 2}, ("sp=1",)),
+    Row({"tp": 2, "dp": 2, "pp": 2}, ("sp=1", "zero=1")),
     Row({"dp": 2}, ("ep=2",)),
     Row({"dp": 4}, ("ep=2",)),
     Row({"dp": 4}, ("ep=2", "zero=3")),
@@ -83,6 +90,7 @@ VARIANTS: tuple[Row, ...] = (
     Row({"cp": 2, "dp": 2}, ("cp_kind=ring", "zero=3")),
     Row({"cp": 2, "pp": 2}, ("cp_kind=ulysses",)),
     Row({"tp": 2, "cp": 2, "pp": 2}, ("cp_kind=ring",)),
+    Row({"tp": 2, "cp": 2, "dp": 2}, ("cp_kind=ulysses", "sp=1")),
 )
 ROWS: tuple[Row, ...] = (*(Row(degrees) for ranks in RANKS for degrees in products(ranks)), *VARIANTS)
 

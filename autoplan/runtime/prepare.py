@@ -6,7 +6,6 @@ Nothing here communicates or holds weights: one process can prepare for all rank
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,20 +18,15 @@ from autoplan.capture import capture_model, capture_module, load_model_source
 from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError, BadPlanError
 from autoplan.plan import AxisLayout, Layout, Part, Plan
-from autoplan.regions import Region, find_regions, region_graph
+from autoplan.regions import Region, find_regions
 from autoplan.runtime.issued import Issued, StageCollectives, stage_collectives
+from autoplan.runtime.local_graphs import GraphPass, local_graphs, local_shapes
 from autoplan.runtime.weighting import LossTerm, find_loss_terms
-from autoplan.schedules import rank_orders, splits_backward
-from autoplan_codegen.stage import GraphKey, StageFacts, StageSource, emit_stage
-from autoplan_passes.calls import output_nodes, shape_of
+from autoplan.schedules import rank_orders
+from autoplan_codegen.stage import StageFacts, StageSource, emit_stage
 from autoplan_passes.fuel import Fuel, fuel_from_environment
 from autoplan_passes.loss_terms import split_loss
-from autoplan_passes.regather import regather
-from autoplan_passes.shard import AxisStep, shard_region
-from autoplan_passes.split_backward import defer_weight_gradients
-from autoplan_passes.stages import RegionCall, StageProgram, capture_loss, split_stages
-
-GraphPass = Callable[[fx.GraphModule], fx.GraphModule]
+from autoplan_passes.stages import StageProgram, capture_loss, split_stages
 
 
 @dataclass(frozen=True)
@@ -268,88 +262,6 @@ def prepare(
         fuel=fuel,
         loss_terms=terms,
     )
-
-
-def local_shapes(
-    programs: Sequence[StageProgram], graphs: Mapping[GraphKey, fx.GraphModule]
-) -> dict[str, tuple[int, ...]]:
-    """What one rank has of every value that a region makes, as the region's local graph leaves it."""
-    found: dict[str, tuple[int, ...]] = {}
-    for call in (call for program in programs for call in program.calls):
-        made = output_nodes(graphs[call.graph_key].graph)
-        found |= {name: shape_of(node) for name, node in zip(call.region.outputs, made)}
-    return found
-
-
-def local_graphs(
-    capture: Capture,
-    programs: Sequence[StageProgram],
-    plan: Plan,
-    passes: Sequence[GraphPass] = (),
-    fuel: Fuel | None = None,
-) -> dict[GraphKey, fx.GraphModule]:
-    """The graph one rank runs for every distinct (region class, layout) of the plan."""
-    calls: dict[GraphKey, RegionCall] = {}
-    for program in programs:
-        for call in program.calls:
-            calls.setdefault(call.graph_key, call)
-    part = single_part(plan)
-    return {
-        key: finished(local_graph(capture, call, plan, passes, fuel=fuel), part)
-        for key, call in calls.items()
-    }
-
-
-def local_graph(
-    capture: Capture,
-    call: RegionCall,
-    plan: Plan,
-    passes: Sequence[GraphPass] = (),
-    steps: list[AxisStep] | None = None,
-    fuel: Fuel | None = None,
-) -> fx.GraphModule:
-    """The graph one rank runs for a region, before what :func:`finished` does to it.
-
-    ``steps`` receives the graphs before and after each axis; ``fuel`` says how many rewrites are left.
-    """
-    part = single_part(plan)
-    graph = region_graph(capture, call.region, part.micro_batch)
-    for rewrite in passes:
-        graph = rewrite(graph)
-    if call.layout and call.layout not in plan.layouts:
-        raise BadPlanError(
-            f"Region {call.region.name} uses the layout {call.layout!r}, which the plan does not hold "
-            f"(it has {', '.join(plan.layouts) or 'none'}). Search again: autoplan search MODEL.py"
-        )
-    layout = plan.layouts.get(call.layout) or Layout(call.region.class_id)
-    if capture.dtype != plan.workload.dtype:
-        for axis, placed in layout.axes.items():
-            layout = layout.replace_axis(axis, with_casts_of(graph, placed))
-    return shard_region(graph, layout, steps, fuel)
-
-
-def finished(local: fx.GraphModule, part: Part) -> fx.GraphModule:
-    """The local graph as the part's schedule wants it."""
-    local = regather(local)
-    return defer_weight_gradients(local) if splits_backward(part.schedule) else local
-
-
-def with_casts_of(graph: fx.GraphModule, layout: AxisLayout) -> AxisLayout:
-    """The layout for a graph traced in another dtype: its casts are others, each runs as its input lies."""
-    rules = {name: rule for name, rule in layout.rules.items() if not _is_cast(name)}
-    placed = {**layout.inputs, **layout.parameters}
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and _is_cast(node.name):
-            state = placed.get(node.all_input_nodes[0].name, "R")
-            state = state if state.startswith("S") else "R"
-            rules[node.name] = f"{state}->{state}"
-        if node.name in rules:
-            placed[node.name] = rules[node.name].partition("->")[2].partition(" ")[0]
-    return replace(layout, rules=rules)
-
-
-def _is_cast(name: str) -> bool:
-    return re.fullmatch(r"_?to_copy(_\d+)?", name) is not None
 
 
 def stage_facts(capture: Capture, plan: Plan, part: Part) -> StageFacts:

@@ -29,7 +29,8 @@ from autoplan.runtime.issued import (
     region_sends,
     stage_collectives,
 )
-from autoplan.runtime.prepare import GraphPass, finished, local_graph, single_part
+from autoplan.runtime.local_graphs import GraphPass, finished, local_graph
+from autoplan.runtime.prepare import single_part
 from autoplan_codegen.stage import GraphKey
 from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.faults import Fault, TypeFault
