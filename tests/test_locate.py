@@ -119,11 +119,15 @@ def test_mutants_are_led_back_to_their_op(
     assert f": {op} in Block-" in numeric
 
 
-@pytest.mark.parametrize(
-    ("divisor", "factor"), [(1, "2 times"), (4, "0.5 times")], ids=["deleted", "doubled"]
-)
+MEANS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "made once too often": ({"tp": 2, "dp": 2}, 4, "0.5 times"),
+    "of half the replicas": ({"dp": 4}, 2, "2 times"),
+}
+
+
+@pytest.mark.parametrize("what", MEANS)
 def test_a_mean_over_replicas_is_not_blamed_on_the_pass(
-    divisor: int, factor: str, made: tuple[HandPlans, Checker], monkeypatch: pytest.MonkeyPatch
+    what: str, made: tuple[HandPlans, Checker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One factor on all gradients comes from a mean over ranks, and no rewrite makes it."""
     degrees, divisor, factor = MEANS[what]
