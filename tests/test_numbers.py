@@ -50,13 +50,14 @@ def walk(number: Number) -> Iterator[Number]:
 
 def value(number: Number) -> float:
     """A formula of the report evaluated from its inputs."""
-    inputs = {one.name.rpartition("/")[2]: one.value for one in number.inputs}
-    named = {name: inputs.pop(name) for name in ("microbatches", "slowest_device") if name in inputs}
-    total = sum(inputs.values())
-    for factor in named.values():
-        total *= factor
+    total, factors = 0.0, 1.0
+    for one in number.inputs:
+        if one.name.rpartition("/")[2] in ("microbatches", "slowest_device"):
+            factors *= one.value
+        else:
+            total += one.value
     count = number.formula.split(" regions of this kind")[0]
-    return total * (int(count) if count.isdigit() else 1)
+    return total * factors * (int(count) if count.isdigit() else 1)
 
 
 def test_every_sum_is_the_sum_of_its_inputs(numbers: Numbers) -> None:

@@ -88,11 +88,10 @@ def plan_pins(settings: Settings, dp: int, blocks: Sequence[str]) -> tuple[str, 
         "micro_batch": settings.micro_batch,
         "zero": settings.zero if dp * settings.cp > 1 else 0,
     }
-    optional = {"cp": settings.cp, "ep": settings.ep, "vpp": settings.vpp}
-    plain |= {name: value for name, value in optional.items() if value > 1}
+    plain |= {"cp": settings.cp, "ep": settings.ep, "vpp": settings.vpp}
     pins = [f"{name}={value}" for name, value in plain.items()]
-    pins += ["sp=1"] if settings.sp and settings.tp > 1 else []
-    pins += ["schedule=interleaved_1f1b"] if settings.vpp > 1 else []
+    pins += [f"sp={int(settings.sp)}"] if settings.tp > 1 else []
+    pins += [f"schedule={'interleaved_1f1b' if settings.vpp > 1 else '1f1b'}"]
     return (*pins, *_recompute_pins(settings, blocks))
 
 

@@ -16,12 +16,11 @@ from autoplan.capture.source import ModelSource
 from autoplan.errors import BadInputError
 from autoplan.hardware import load_profile
 from autoplan.plan import Mesh, Part
-from autoplan.planner.balance import balanced_cut
 from autoplan.planner.chain import Cut
 from autoplan.planner.driver import Finder, Request
-from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Priced, Pricing
+from autoplan.planner.solve import first_cuts
 from autoplan.planner.space import Candidate, Pins, parse_pins, require_counts, require_pinned_regions
 from autoplan.region_runs import container_of
 from autoplan_cost_models import CostModel
@@ -98,11 +97,14 @@ class Pricer:
         if count is None or batch is None:
             raise BadInputError("a price needs --devices N and --global-batch N.")
         pricing = finder.pricing(count, batch, parsed)
-        cut = self._cut(stage_layers, parsed) if stage_layers else None
-        priced = [
-            pricing.priced(candidate, cut) if cut else self._balanced(pricing, candidate)
-            for candidate in pricing.candidates
-        ]
+        if stage_layers:
+            cut, stages = self._cut(stage_layers, parsed), len(stage_layers)
+            fitting = [c for c in pricing.candidates if c.mesh.pp * c.vpp == stages]
+            if not fitting:
+                raise BadInputError(f"layers for {stages} stages: no plan under the pins has so many.")
+            priced = [pricing.priced(candidate, cut) for candidate in fitting]
+        else:
+            priced = [self._balanced(pricing, candidate) for candidate in pricing.candidates]
         return _quote(min(priced, key=_preference), len(priced))
 
     def _cut(self, stage_layers: Sequence[int], pins: Pins) -> Cut:
@@ -121,9 +123,9 @@ class Pricer:
     def _balanced(self, pricing: Pricing, candidate: Candidate) -> Priced:
         """Balanced stages inside the memory limit; where nothing fits, with no limit at all."""
         for limit_bytes in (None, ENOUGH_BYTES):
-            cut = balanced_cut(ColumnPricer(pricing.chain(candidate, limit_bytes=limit_bytes)))
-            if cut is not None:
-                return pricing.priced(candidate, cut)
+            cuts, _ = first_cuts(pricing.chain(candidate, limit_bytes=limit_bytes))
+            if cuts:
+                return min((pricing.priced(candidate, cut) for cut in cuts), key=_preference)
         raise AssertionError("no stages can be balanced without a memory limit")
 
 

@@ -65,6 +65,8 @@ class GradientReduction:
 
     def _arrive(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:
+            return  # a split backward makes it later, and comes again
         bucket = self._bucket_of[parameter]
         bucket.add(parameter)
         self._arrived[parameter] += 1
@@ -148,7 +150,8 @@ class Bucket:
         if self._work is not None:
             self._work.wait()
         if self._rows is not None:
-            row = self._mine if self._sharded else self._rows[0]
+            reduced = self._sharded and self._replicas.size > 1
+            row = self._mine if reduced else self._rows[0]
             for item, columns in (self._columns[parameter] for parameter in self._came):
                 shape = item.computing.shape
                 if self._sharded:
