@@ -84,6 +84,7 @@ def test_every_end_has_a_source_or_a_formula(numbers: Numbers) -> None:
     for root in numbers.roots:
         for one in walk(numbers.find(root)):
             assert one.source or one.formula, one.name
+            assert one.inputs or SUM not in one.formula, f"{one.name} is the sum of nothing"
 
 
 def test_recompute_is_walked_down(costs: ModelCosts) -> None:

@@ -137,7 +137,8 @@ class Numbers:
         }
         if name in makers and spent_s > 0:
             return makers[name]()
-        return Number(name, spent_s, "s", FORMULAS.get(name, SUM), self._schedule_inputs(name))
+        formula = FORMULAS[name] if name in FORMULAS and spent_s else "nothing of it in this plan"
+        return Number(name, spent_s, "s", formula, self._schedule_inputs(name))
 
     def _schedule_inputs(self, name: str) -> tuple[Number, ...]:
         """What the schedule's simulation starts from, per stage and micro-batch."""

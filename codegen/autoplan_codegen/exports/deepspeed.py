@@ -55,7 +55,7 @@ def _config(plan: Plan, part: Part, lost: list[Lost], runs_as: dict[str, object]
     zero: dict[str, object] = {"stage": part.zero, "overlap_comm": True, "contiguous_gradients": True}
     if part.zero_shard and part.zero:
         lost.append(Lost("zero_shard", str(part.zero_shard), "all replicas"))
-        runs_as["zero_shard"] = 0
+        runs_as["zero_shard"] = None
     return {
         "train_batch_size": accumulation * part.micro_batch * dp,
         "train_micro_batch_size_per_gpu": part.micro_batch,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from autoplan.errors import BadInputError
 from autoplan.plan import Part, Plan
 from autoplan_codegen.exports.accelerate import accelerate_files
+from autoplan_codegen.exports.blocks import context_kind, is_sequence_parallel
 from autoplan_codegen.exports.deepspeed import deepspeed_files
 from autoplan_codegen.exports.megatron import loongforge_files, megatron_files
 from autoplan_codegen.exports.outcome import Files, Lost, Outcome, Setting
@@ -73,13 +74,12 @@ def export_plan(plan: Plan, target: str, environment: Mapping[str, str] | None =
         )
     chosen = TARGETS[target]
     outcome = chosen.write(plan, plan.parts[0], environment or {})
-    return Export(
-        target, chosen.version, outcome.files, outcome.settings, outcome.lost, _pins(plan.parts[0], outcome)
-    )
+    return Export(target, chosen.version, outcome.files, outcome.settings, outcome.lost, _pins(plan, outcome))
 
 
-def _pins(part: Part, outcome: Outcome) -> tuple[str, ...]:
-    """Pins of everything the plan decided, with the target's own values where it has others."""
+def _pins(plan: Plan, outcome: Outcome) -> tuple[str, ...]:
+    """Pins of everything the plan decided, with the target's own where it has others (None: no pin)."""
+    part = plan.parts[0]
     mesh = part.mesh
     planned: dict[str, object] = {
         "pp": mesh.pp,
@@ -91,7 +91,10 @@ def _pins(part: Part, outcome: Outcome) -> tuple[str, ...]:
         "zero": part.zero,
         "schedule": part.schedule,
         "vpp": part.vpp,
+        "zero_shard": part.zero_shard or None,
+        "sp": int(is_sequence_parallel(plan)) if mesh.tp > 1 else None,
+        "cp_kind": context_kind(plan) if mesh.cp > 1 else None,
     }
     planned |= outcome.runs_as
-    plain = [f"{key}={value}" for key, value in planned.items()]
+    plain = [f"{key}={value}" for key, value in planned.items() if value is not None]
     return (*plain, *outcome.region_pins)

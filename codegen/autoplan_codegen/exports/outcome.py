@@ -29,7 +29,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``runs_as`` are pins that differ from the plan's own; ``region_pins`` those of single regions."""
+    """``runs_as`` are pins that differ from the plan's own (None: none); ``region_pins`` those of single
+    regions."""
 
     files: Files
     settings: tuple[Setting, ...]
