@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from autoplan.checked_yaml import yaml_complaint
-from autoplan.errors import BadInputError, BadPlanError
+from autoplan.errors import BadPlanError
+from autoplan.output_files import write_file
 from autoplan.plan import RECOMPUTE, SCHEDULES, Layout, Mesh, Part, Plan, RegionPlan
 from autoplan.plan_data import decode, describe, differences, encode
 from autoplan.plan_table import plan_table
@@ -39,10 +40,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     that cannot be written.
     """
     check_plan(plan)
-    try:
-        Path(path).write_text(plan_text(plan), encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}. Give another file with -o.") from None
+    write_file(path, plan_text(plan), "Give another file with -o.")
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -58,11 +58,15 @@ def schedule_text(schedule: str, vpp: int) -> str:
     return schedule if vpp == 1 else f"{schedule} of {vpp} stages a rank"
 
 
-def part_line(part: Part) -> str:
-    """``model: pp 2 x dp 4 x tp 8, micro-batch 1 x 64, 1f1b, ZeRO 0``."""
+def part_text(part: Part) -> str:
+    """``pp 2 x dp 4 x tp 8, micro-batch 1 x 64, 1f1b, ZeRO 0``."""
     batches = f"micro-batch {part.micro_batch} x {part.microbatches}"
-    schedule = schedule_text(part.schedule, part.vpp)
-    return f"{part.name}: {part.mesh}, {batches}, {schedule}, {part.zero_text}"
+    return f"{part.mesh}, {batches}, {schedule_text(part.schedule, part.vpp)}, {part.zero_text}"
+
+
+def part_line(part: Part) -> str:
+    """:func:`part_text` behind the part's name."""
+    return f"{part.name}: {part_text(part)}"
 
 
 def _stage_rows(number: int, stage: Stage) -> list[tuple[str, ...]]:

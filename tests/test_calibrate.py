@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoplan.calibration.kernels import Products, interpolate
-from autoplan.calibration.links import QUICK_BYTES, fit_link, measure_links, traffic_factor
+from autoplan.calibration.kernels import Products, curve_of
+from autoplan.calibration.links import QUICK_BYTES, fit_link, measure_links
 from autoplan.calibration.timing import Clock
 from autoplan.cli import main
 from autoplan.hardware import load_profile
 from autoplan.planner.driver import search_plan
 from autoplan.runtime.forked import run_ranks
+from autoplan_cost_models.collectives import traffic_factor
 
 MODEL = Path(__file__).parent / "models" / "tiny_gpt.py"
 
@@ -38,7 +39,7 @@ def test_noise_never_makes_a_number_negative(times: dict[int, float]) -> None:
 
 def test_curves_are_read_as_profiles_read_them() -> None:
     curve = {16: 1.0, 64: 3.0}
-    assert [interpolate(curve, at) for at in (1, 16, 32, 64, 999)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert [curve_of(curve).at(at) for at in (1, 16, 32, 64, 999)] == [1.0, 1.0, 2.0, 3.0, 3.0]
     assert Products({1: 1.0}, {1: 1.0}, {1: 1.0}, (-0.2, 0.1, 0.3)).residual == 0.2
 
 

@@ -6,16 +6,15 @@ Everything is measured with torch's own operators. The model of a product is tha
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
 
 import torch
 from torch.nn import functional as F
 
 from autoplan.calibration.timing import Clock
+from autoplan.hardware import Curve, GemmRates
 
 Say = Callable[[str], None]
 MIB = 2**20
@@ -128,9 +127,8 @@ def measure_products(clock: Clock, dtype: str, sizes: Sizes, launch_s: float, sa
     whole = rate(large, large, large)
     by_n = {n: min(1.0, rate(large, n, large) / whole) for n in (*sizes.narrow, large)}
     by_k = {k: min(1.0, rate(large, large, k) / whole) for k in (*sizes.narrow, large)}
-    fitted = Products(by_m, by_n, by_k, ())
-    errors = [_predicted_rate(fitted, shape) for shape in sizes.held_out]
-    residuals = tuple(rate(*shape) / found - 1 for shape, found in zip(sizes.held_out, errors))
+    fitted = GemmRates(curve_of(by_m), curve_of(by_n), curve_of(by_k))
+    residuals = tuple(rate(*shape) / fitted.at(*shape) - 1 for shape in sizes.held_out)
     return Products(by_m, by_n, by_k, residuals)
 
 
@@ -142,24 +140,10 @@ def _product_rate(clock: Clock, dtype: torch.dtype, shape: tuple[int, int, int],
     return 2.0 * m * n * k / max(spent_s - launch_s, 0.2 * spent_s)
 
 
-def _predicted_rate(fitted: Products, shape: tuple[int, int, int]) -> float:
-    curves = (fitted.by_m, fitted.by_n, fitted.by_k)
-    product = 1.0
-    for size, curve in zip(shape, curves):
-        product *= interpolate(curve, size)
-    return product
-
-
-def interpolate(curve: Mapping[int, float], at: int) -> float:
-    """Linear in log2 of the size, flat outside, as profiles are read."""
-    points = sorted(curve.items())
-    if at <= points[0][0]:
-        return points[0][1]
-    for (low, value), (high, next_value) in itertools.pairwise(points):
-        if at <= high:
-            weight = log2(at / low) / log2(high / low)
-            return value * (1 - weight) + next_value * weight
-    return points[-1][1]
+def curve_of(points: Mapping[int, float]) -> Curve:
+    """Measured points as the curve that a profile will hold."""
+    sizes = sorted(points)
+    return Curve(tuple(map(float, sizes)), tuple(points[size] for size in sizes), "measured", "")
 
 
 def measure_attention(

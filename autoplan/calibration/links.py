@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.calibration.timing import Clock
+from autoplan_cost_models.collectives import traffic_factor
 
 SIZES_BYTES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
 QUICK_BYTES = (2**10, 2**16, 2**20)
@@ -54,13 +55,6 @@ def fit_link(kind: str, ranks: int, times_s: Mapping[int, float]) -> LinkFit:
         alpha, per_byte = float(np.median(times)), times[-1] / max(sizes[-1], 1.0) * 1e-3
     errors = (alpha + per_byte * sizes) / times - 1
     return LinkFit(kind, ranks, float(alpha), float(1 / per_byte), float(np.sqrt(np.mean(errors**2))))
-
-
-def traffic_factor(kind: str, ranks: int) -> float:
-    """F of the profiles: the share of the full message that a rank sends."""
-    if kind == "p2p":
-        return 1.0
-    return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
 def _maker(work: Callable[[torch.Tensor], None], numel: int) -> Callable[[torch.device], Callable[[], None]]:

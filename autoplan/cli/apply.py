@@ -8,13 +8,15 @@ import tokenize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
+from autoplan.output_files import write_file
 
 if TYPE_CHECKING:
     from autoplan_codegen.script import ScriptRewrite
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("apply", help="rewrite a training script for a plan", description=__doc__)
     parser.add_argument("plan", type=Path, metavar="plan.yaml")
     parser.add_argument("script", type=Path, metavar="train.py")
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     rewrite = rewritten(args.script, args.plan, output)
     if output.resolve() == args.script.resolve():
         raise BadInputError(f"{output} is the script itself: give another file with -o.")
-    write_script(output, rewrite.text)
+    write_file(output, rewrite.text, "Give another file with -o.")
     launch = launch_of(plan, profile)
     command = launch.text(str(output))
     if args.json:
@@ -66,11 +68,3 @@ def rewritten(script: Path, plan_path: Path, output: Path) -> ScriptRewrite:
     return rewrite_script(
         source, name=str(script), plan_path=str(plan_path), output_name=str(output), folder=script.parent
     )
-
-
-def write_script(path: Path, text: str) -> None:
-    """Write as UTF-8, with the line ends that the text has."""
-    try:
-        path.write_bytes(text.encode())
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}. Give another file with -o.") from None

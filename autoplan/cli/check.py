@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cli.progress import output_to_stderr, progress
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError, ParityError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 HEADINGS = ("layout", "recompute", "ranks", "loss", "worst gradient", "norm", "parameters", "bits", "result")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "check", help="prove on CPU ranks that a plan trains as one process would", description=__doc__
     )

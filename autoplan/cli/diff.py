@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autoplan.cli.subparsers import Subparsers
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "diff", help="what two plans decide differently, and what it costs", description=__doc__
     )

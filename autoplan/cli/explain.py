@@ -8,9 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.cli.subparsers import Subparsers
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from autoplan.hardware import HardwareProfile
     from autoplan.plan import Plan
     from autoplan.planner.what_if import WhatIf
     from autoplan.report.explain import Claim
@@ -25,7 +28,7 @@ TITLES = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "explain", help="say why a plan is what it is, and what others cost", description=__doc__
     )
@@ -68,19 +71,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _what_if(plan: Plan, model: Path | None, profile: object, say: Callable[[str], None]) -> WhatIf:
-    from autoplan.capture import capture_model
-    from autoplan.hardware import HardwareProfile
+def _what_if(plan: Plan, model: Path | None, profile: HardwareProfile, say: Callable[[str], None]) -> WhatIf:
     from autoplan.planner.what_if import WhatIf
+    from autoplan.runtime.prepare import capture_planned
 
-    assert isinstance(profile, HardwareProfile)
-    work = plan.workload
     say(f"tracing {model or plan.model.source}")
-    capture = capture_model(
-        model or plan.model.source, dtype=work.dtype, sizes=work.sizes, opaque=work.opaque
-    )
-    plan.require_model(capture.fingerprint, capture.name)
-    return WhatIf(plan, capture, profile, say)
+    return WhatIf(plan, capture_planned(plan, model), profile, say)
 
 
 def _say(plan: Plan, claims: list[Claim]) -> None:
@@ -115,12 +111,9 @@ def _lines(number: Number, depth: int) -> Iterator[str]:
     from autoplan.units import value_text
 
     name = number.name if depth == 0 else number.name.rpartition("/")[2]
-    told = " ".join(
-        text
-        for text in (number.formula and f"= {number.formula}", number.source and f"[{number.source}]")
-        if text
-    )
-    yield f"{'  ' * depth}{name}: {value_text(number.value, number.unit)}  {told}".rstrip()
+    formula = f"  = {number.formula}" if number.formula else ""
+    source = f"  [{number.source}]" if number.source else ""
+    yield f"{'  ' * depth}{name}: {value_text(number.value, number.unit)}{formula}{source}"
     if depth < 2:
         for one in number.inputs[:SHOWN]:
             yield from _lines(one, depth + 1)

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import AutoplanError, BadInputError
+from autoplan.output_files import write_file
 from autoplan.units import seconds_text
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from autoplan_codegen.exports.export import Export
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "export", help="write a plan as another framework's settings", description=__doc__
     )
@@ -62,11 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> Path:
+    advice = "Give another folder with -o."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}. Give another folder with -o.") from None
+        raise BadInputError(f"cannot write {path}: {error.strerror}. {advice}") from None
+    write_file(path, text, advice)
     return path
 
 

@@ -12,8 +12,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
 from autoplan.hardware import CollectiveFit, Curve, HardwareProfile, Quantity, load_profile, profile_names
+from autoplan.output_files import write_file
 from autoplan.units import GIB
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ SHOWN_UNITS = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]  (argparse has no public name for it)
+def add_parser(subparsers: Subparsers) -> None:
     """Adds ``autoplan hw`` with its sub-commands."""
     parser = subparsers.add_parser("hw", help="the chips autoplan knows, and where each number is from")
     commands = parser.add_subparsers(dest="hw_command", metavar="COMMAND", required=True)
@@ -125,10 +127,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         found = calibrate(device, say, quick=args.quick, links=_ranks() > 1)
     if rank:
         return 0
-    try:
-        args.output.write_text(calibrated_yaml(start, args.output.stem, found), encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"cannot write {args.output}: {error.strerror}. Give a file with -o.") from None
+    write_file(args.output, calibrated_yaml(start, args.output.stem, found), "Give a file with -o.")
     load_profile(str(args.output.resolve()))
     if args.json:
         print(json.dumps({"profile": str(args.output), "residuals": found.residuals}))

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cli.search import positive
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
-from autoplan.units import GIB, bytes_text, seconds_text
+from autoplan.units import seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from autoplan.planner.pricer import Pricer
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "import", help="read another framework's launch script: legal, fits, faster?", description=__doc__
     )
@@ -117,20 +118,9 @@ def _told(report: ImportReport) -> dict[str, Any]:
     }
     if quote is None:
         return told
-    items = [{"name": name, "gib": size / GIB} for name, size in quote.memory_items.items()]
-    memory = {
-        "peak": quote.memory_peak_bytes / GIB,
-        "limit": quote.memory_limit_bytes / GIB,
-        "peak_items": items,
-    }
-    return told | {
-        "fits": quote.fits,
-        "step_time_s": quote.step_time_s,
-        "tokens_per_s": quote.tokens_per_s,
-        "mfu": quote.mfu,
-        "memory_gib": memory,
-        "breakdown_s": dict(quote.breakdown_s),
-    }
+    from autoplan.report.quote import quote_json
+
+    return told | quote_json(quote)
 
 
 def _say(report: ImportReport) -> None:
@@ -150,17 +140,11 @@ def _say(report: ImportReport) -> None:
 
 
 def _say_price(report: ImportReport) -> None:
+    from autoplan.report.quote import memory_lines, step_line
+
     quote = report.quote
     assert quote is not None
-    verdict = "fits" if quote.fits else "DOES NOT FIT"
-    print(
-        f"memory {bytes_text(quote.memory_peak_bytes)} of {bytes_text(quote.memory_limit_bytes)}: {verdict}"
-    )
-    for name, size in sorted(quote.memory_items.items(), key=lambda item: -item[1])[:5]:
-        print(f"  {bytes_text(size):>10}  {name}")
-    print(
-        f"step {seconds_text(quote.step_time_s)}   {quote.tokens_per_s:,.0f} tokens/s   MFU {quote.mfu:.1%}"
-    )
+    print("\n".join([*memory_lines(quote), step_line(quote)]))
     for text in report.wasted:
         print(f"wasted: {text}")
     for change in report.changes:

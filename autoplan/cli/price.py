@@ -14,15 +14,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cli.search import add_workload_options, sizes_of
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import AutoplanError, BadInputError
-from autoplan.plan_table import schedule_text
-from autoplan.units import GIB, bytes_text, seconds_text
+from autoplan.plan_table import part_text
+from autoplan.units import seconds_text
 
 if TYPE_CHECKING:
     from autoplan.planner.pricer import Pricer, Quote
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("price", help="price a plan made by hand", description=__doc__)
     parser.add_argument("model", help="model.py with build_model() and example_inputs(), or a config.json")
     add_workload_options(parser)
@@ -91,18 +92,10 @@ def _answer(pricer: Pricer, line: str) -> dict[str, Any]:
 
 
 def _told(quote: Quote) -> dict[str, Any]:
-    part, items = quote.part, quote.memory_items
-    return {
-        "step_time_s": quote.step_time_s,
-        "tokens_per_s": quote.tokens_per_s,
-        "mfu": quote.mfu,
-        "fits": quote.fits,
-        "memory_gib": {
-            "peak": quote.memory_peak_bytes / GIB,
-            "limit": quote.memory_limit_bytes / GIB,
-            "peak_items": [{"name": name, "gib": size / GIB} for name, size in items.items()],
-        },
-        "breakdown_s": dict(quote.breakdown_s),
+    from autoplan.report.quote import quote_json
+
+    part = quote.part
+    return quote_json(quote) | {
         "mesh": asdict(quote.mesh),
         "micro_batch": part.micro_batch,
         "microbatches": part.microbatches,
@@ -113,18 +106,9 @@ def _told(quote: Quote) -> dict[str, Any]:
 
 
 def _say(quote: Quote) -> None:
-    part = quote.part
-    batches = f"micro-batch {part.micro_batch} x {part.microbatches}"
-    print(f"{part.mesh}, {batches}, {schedule_text(part.schedule, part.vpp)}, {part.zero_text}")
-    print(
-        f"step {seconds_text(quote.step_time_s)}   {quote.tokens_per_s:,.0f} tokens/s   MFU {quote.mfu:.1%}"
-    )
-    verdict = "fits" if quote.fits else "DOES NOT FIT"
-    print(
-        f"memory {bytes_text(quote.memory_peak_bytes)} of {bytes_text(quote.memory_limit_bytes)}: {verdict}"
-    )
-    for name, size in sorted(quote.memory_items.items(), key=lambda item: -item[1])[:5]:
-        print(f"  {bytes_text(size):>10}  {name}")
+    from autoplan.report.quote import memory_lines, step_line
+
+    print("\n".join([part_text(quote.part), step_line(quote), *memory_lines(quote)]))
     spent = ", ".join(
         f"{name.replace('_', ' ')} {seconds_text(s)}" for name, s in quote.breakdown_s.items() if s
     )

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.cli.progress import output_to_stderr
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
+from autoplan.output_files import write_file
 
 if TYPE_CHECKING:
     from autoplan.cli.launch import Launch
     from autoplan.hardware import HardwareProfile
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("run", help="apply a plan and train under it", description=__doc__)
     parser.add_argument("plan", type=Path, metavar="plan.yaml")
     parser.add_argument("script", type=Path, metavar="train.py")
@@ -30,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Rewrite into a file that goes away, start one process a device; the script's own exit code."""
-    from autoplan.cli.apply import rewritten, write_script
+    from autoplan.cli.apply import rewritten
     from autoplan.cli.launch import launch_of
     from autoplan.cli.old_forecast import warn_of_old_forecast
     from autoplan.hardware import load_profile
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         prefix=f".{args.script.stem}_", dir=_writable(args.script.parent)
     ) as folder:
         path = Path(folder) / f"{args.script.stem}_autoplan.py"
-        write_script(path, rewrite.text)
+        write_file(path, rewrite.text, "Give another file with -o.")
         code = _start(launch, path, args)
     if args.json:
         print(

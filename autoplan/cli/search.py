@@ -8,12 +8,13 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
+from autoplan.output_files import write_file
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "search", help="find the best plan for a model on a cluster", description=__doc__
     )
@@ -117,10 +118,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     with output_to_stderr(args.json), progress(quiet=args.json) as say:
         points = sweep(request, args.hw.split(",") if args.hw else [None], values, hourly=hourly, say=say)
     if args.plot:
-        try:
-            args.plot.write_text(sweep_svg(points), encoding="utf-8")
-        except OSError as error:
-            raise BadInputError(f"cannot write --plot {args.plot}: {error.strerror}.") from None
+        write_file(args.plot, sweep_svg(points), "Give another file with --plot.")
     if args.json:
         print(json.dumps(sweep_json(points)))
     else:

@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
+from autoplan.output_files import write_file
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("show", help="print a plan, or draw it", description=__doc__)
     parser.add_argument("plan", type=Path, metavar="plan.yaml")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the whole report as one page")
@@ -69,8 +71,8 @@ def _draw(plan: Any, args: argparse.Namespace) -> list[str]:
     writers: dict[str, Callable[[Path], None]] = {
         "html": lambda path: write_html(plan, path, _graphs(plan, args.model)),
         "trace": lambda path: write_trace(plan, path),
-        "dot": lambda path: _write_text(path, plan_dot(plan)),
-        "mermaid": lambda path: _write_text(path, plan_mermaid(plan)),
+        "dot": lambda path: write_file(path, plan_dot(plan)),
+        "mermaid": lambda path: write_file(path, plan_mermaid(plan)),
         **{form: partial(_write_drawing, plan, form) for form in FORMATS},
     }
     asked = {kind: path for kind in writers if (path := getattr(args, kind)) is not None}
@@ -96,13 +98,6 @@ def _write_drawing(plan: Any, form: str, path: Path) -> None:
     from autoplan.report.graph import plan_dot
 
     write_picture(plan_dot(plan), path, form)
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}.") from None
 
 
 def _write_stages(plan: Any, directory: Path | None) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cli.progress import output_to_stderr, progress
+from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError, VerifyError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 HEADINGS = ("region", "times", "ops", "axes", "sends forward", "backward", "a micro-batch")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "verify", help="type-check the whole rewritten graph of a plan, on no device", description=__doc__
     )

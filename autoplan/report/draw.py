@@ -10,6 +10,7 @@ from pathlib import Path
 import graphviz
 
 from autoplan.errors import BadInputError
+from autoplan.output_files import write_file
 
 FORMATS = ("svg", "png")
 _PURE = "graphviz-pure"
@@ -19,11 +20,7 @@ _LIMIT_S = 120
 
 def write_picture(dot_text: str, path: str | Path, form: str) -> None:
     """Render to ``path`` as ``form`` (one of FORMATS); BadInputError where that cannot be done."""
-    picture = render(dot_text, form)
-    try:
-        Path(path).write_bytes(picture)
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}.") from None
+    write_file(path, render(dot_text, form))
 
 
 def render(dot_text: str, form: str) -> bytes:

@@ -13,8 +13,9 @@ from types import MappingProxyType
 
 from torch import fx
 
-from autoplan.errors import AutoplanError, BadInputError
+from autoplan.errors import AutoplanError
 from autoplan.hardware import HardwareProfile, load_profile
+from autoplan.output_files import write_file
 from autoplan.plan import Plan
 from autoplan.plan_table import estimate_mark, heading
 from autoplan.report.markup import Markup, raw, tag
@@ -45,10 +46,7 @@ _CONTENTS = (
 
 def write_html(plan: Plan, path: str | Path, graphs: Mapping[str, fx.GraphModule] = NO_GRAPHS) -> None:
     """Write the report to ``path``; BadInputError where that cannot be done."""
-    try:
-        Path(path).write_text(report_html(plan, graphs), encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}.") from None
+    write_file(path, report_html(plan, graphs))
 
 
 def report_html(plan: Plan, graphs: Mapping[str, fx.GraphModule] = NO_GRAPHS) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from autoplan.plan import Part
 from autoplan.planner.sweep import Point
+from autoplan.report.explain import shape
 from autoplan.units import GIB, count_text, seconds_text
 
 WIDTH, HEIGHT, MARGIN = 720, 420, 64
@@ -39,7 +40,7 @@ def _point_json(point: Point) -> dict[str, Any]:
         "scaling_efficiency": point.efficiency,
         "cost_per_step": point.cost_per_step,
         "memory_peak_gib": max(peaks) / GIB,
-        "plan": f"{part.mesh}, micro-batch {part.micro_batch} x {part.microbatches}, {part.zero_text}",
+        "plan": shape(point.plan),
         "gap": point.plan.certificate.gap if point.plan.certificate else None,
     }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import BadInputError
+from autoplan.output_files import write_file
 from autoplan.plan import Plan
 from autoplan.plan_table import heading
 from autoplan.report.memory_curve import memory_curve
@@ -50,10 +51,7 @@ def write_trace(plan: Plan, path: str | Path) -> None:
         content = perfetto_bytes(found["traceEvents"])
     else:
         content = json.dumps(found, separators=(",", ":")).encode()
-    try:
-        Path(path).write_bytes(content)
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}.") from None
+    write_file(path, content)
 
 
 def plan_trace(plan: Plan) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from torch import fx
 
-from autoplan.capture import capture_model
 from autoplan.plan import Plan
 from autoplan.regions import find_regions
-from autoplan.runtime.prepare import local_graphs, single_part
+from autoplan.runtime.prepare import capture_planned, local_graphs, single_part
 from autoplan_passes.stages import split_stages
 
 
@@ -21,14 +20,7 @@ def layout_graphs(plan: Plan, model: str | Path) -> dict[str, fx.GraphModule]:
 
     Raises BadPlanError when the file's model is not the plan's.
     """
-    workload, part = plan.workload, single_part(plan)
-    capture = capture_model(
-        model,
-        dtype=workload.dtype,
-        sizes=workload.sizes,
-        opaque=workload.opaque,
-        batch=part.micro_batch,
-    )
-    plan.require_model(capture.fingerprint, capture.name)
+    part = single_part(plan)
+    capture = capture_planned(plan, model, batch=part.micro_batch)
     graphs = local_graphs(capture, split_stages(capture, find_regions(capture), part), plan)
     return {layout or region_class: graph for (region_class, layout), graph in graphs.items()}

@@ -198,16 +198,23 @@ def prepare_from_file(plan: Plan, model: str | Path | None = None) -> RunProgram
 
     ``model`` None: the file the plan names. Raises BadPlanError when the file's model is another one.
     """
-    workload, part = plan.workload, single_part(plan)
+    capture = capture_planned(plan, model, batch=single_part(plan).micro_batch)
+    return prepare(capture, find_regions(capture), plan)
+
+
+def capture_planned(plan: Plan, model: str | Path | None = None, *, batch: int = 1) -> Capture:
+    """Trace the plan's model as the plan was made for it, at ``batch`` samples; ``model`` as in
+    :func:`prepare_from_file`. Raises BadPlanError when the file's model is another one."""
+    workload = plan.workload
     capture = capture_model(
         model or plan.model.source,
         dtype=workload.dtype,
         sizes=workload.sizes,
         opaque=workload.opaque,
-        batch=part.micro_batch,
+        batch=batch,
     )
     plan.require_model(capture.fingerprint, capture.name)
-    return prepare(capture, find_regions(capture), plan)
+    return capture
 
 
 def prepare(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoplan.capture import Capture, capture_model
+from autoplan.capture import Capture
 from autoplan.errors import BadPlanError
 from autoplan.plan import Layout, Mesh, Part, Plan
 from autoplan.regions import Region, find_regions
@@ -30,7 +30,7 @@ from autoplan.runtime.issued import (
     stage_collectives,
 )
 from autoplan.runtime.local_graphs import GraphPass, finished, local_graph
-from autoplan.runtime.prepare import single_part
+from autoplan.runtime.prepare import capture_planned, single_part
 from autoplan_codegen.stage import GraphKey
 from autoplan_passes.candidates import find_differentiable
 from autoplan_passes.faults import Fault, TypeFault
@@ -90,15 +90,7 @@ def verify_plan(plan: Plan, model: str | Path | None = None) -> VerifyResult:
     ``model`` None: the file that the plan names. Raises :class:`BadPlanError` for another model's plan.
     """
     started_s = time.perf_counter()
-    workload, part = plan.workload, single_part(plan)
-    capture = capture_model(
-        model or plan.model.source,
-        dtype=workload.dtype,
-        sizes=workload.sizes,
-        opaque=workload.opaque,
-        batch=part.micro_batch,
-    )
-    plan.require_model(capture.fingerprint, capture.name)
+    capture = capture_planned(plan, model, batch=single_part(plan).micro_batch)
     return verify_capture(capture, find_regions(capture), plan, traced_s=time.perf_counter() - started_s)
 
 
