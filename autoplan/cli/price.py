@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cli.search import add_workload_options, sizes_of
@@ -66,7 +67,7 @@ def _lines(requests: str) -> Iterator[str]:
         yield from sys.stdin
         return
     try:
-        with open(requests, encoding="utf-8") as file:  # noqa: PTH123 - read line by line, as it is answered
+        with Path(requests).open(encoding="utf-8") as file:
             yield from file
     except OSError as error:
         raise BadInputError(f"cannot read --requests {requests}: {error.strerror}.") from None

@@ -89,4 +89,4 @@ def _keep(graph: fx.Graph, loss: fx.Node, chain: Sequence[fx.Node]) -> None:
 
 
 def _made(graph: fx.Graph, op: object, *arguments: object) -> fx.Node:
-    return propagate(graph.call_function(op, arguments))  # pyright: ignore[reportArgumentType]
+    return propagate(graph.call_function(op, arguments))  # pyright: ignore[reportArgumentType] - any op
