@@ -349,6 +349,31 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return (slope * gradients[0].unsqueeze(1)).to(logits.dtype), None, None, None
 
 
+class _CombinedLogSums(torch.autograd.Function):
+    """Saves two numbers per position."""
+
+    @staticmethod
+    def forward(ctx: Any, log_sum: Tensor, target: Tensor, axis: str) -> tuple[Tensor, Tensor]:
+        top = _all_reduce(log_sum, axis, "max")
+        total, chosen = _all_reduce(torch.stack([(log_sum - top).exp(), target]), axis).unbind(0)
+        whole = total.log() + top
+        ctx.save_for_backward(log_sum, whole)
+        return whole, chosen.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        log_sum, whole = ctx.saved_tensors
+        return (log_sum - whole).exp() * gradients[0], gradients[1], None
+
+
+def combined_log_sums(log_sum: Tensor, target: Tensor, axis: str) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and label's logit over all classes, from those of each rank's classes (target 0 elsewhere).
+
+    The cross-entropy of a position is their difference; both are the same on every rank, as their gradients.
+    """
+    return _CombinedLogSums.apply(log_sum, target, axis)  # pyright: ignore[reportReturnType] - torch types apply as Any
+
+
 def vocab_cross_entropy(
     logits: Tensor, target: Tensor, reduction: int, ignore_index: int, smoothing: float, axis: str
 ) -> Tensor:
