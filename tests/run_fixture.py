@@ -35,11 +35,15 @@ class FlatPrices:
 
 @dataclass
 class HandPlans:
-    """Plans of one capture; layouts are chosen once per class and way to cut."""
+    """Plans of one capture; layouts are chosen once per class and way to cut.
+
+    ``stored`` says how parameters whose name ends so are stored on tp.
+    """
 
     capture: Capture
     name: str
     global_batch: int = 8
+    stored: Mapping[str, str] = field(default_factory=dict)
     regions: tuple[Region, ...] = ()
     layouts: dict[tuple[str, Inside], Layout] = field(default_factory=dict)
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
@@ -80,6 +84,9 @@ class HandPlans:
             graph = shard_region(self.graph(region.class_id), before)
             names = {n.meta["source"]: n.name for n in graph.graph.nodes if n.meta.get("kind") == "parameter"}
             held = {names[source]: state for source, state in pinned.items() if source in names}
+            for source, name in names.items() if inside.tp > 1 else ():
+                for text in (text for end, text in self.stored.items() if source.endswith(end)):
+                    held[name] = parse_state(text)
             with dry_groups(before):
                 chosen = choose_layout(
                     graph,

@@ -280,6 +280,7 @@ def test_every_row_has_a_case() -> None:
     names = {name for call in nodes for node in call for name in (op_name(node), overload_name(node))}
     names |= {f"aten.{name}" for name in (*table_pointwise.ELEMENTWISE, *table_pointwise.LINEAR)}
     proved_elsewhere = {"aten._grouped_mm", "transformers.grouped_mm_fallback"}  # no fp64: in test_shard
+    proved_elsewhere |= {"hide_classes"}  # overwrites what it is given: in test_uneven
     rows = {name for name, row in ROWS.items() if not row.replicated and "tests" not in name}
     missing = rows - names - proved_elsewhere
     assert not missing, sorted(missing)

@@ -36,6 +36,7 @@ from autoplan_passes.calls import Call, is_tensor, op_name, output_nodes, shape_
 from autoplan_passes.candidates import find_active, find_facts
 from autoplan_passes.conversions import Conversion, chains, conversion
 from autoplan_passes.implementations import implementation_sends
+from autoplan_passes.padding import made_divisible
 from autoplan_passes.rules import Facts, Rule, row_of, rules_for
 from autoplan_passes.shard import tensor_bytes
 from autoplan_passes.states import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRADIENT, State
@@ -116,6 +117,7 @@ def price_layout(
     """Build the program of the module's docstring, and solve it at rising prices of memory."""
     if size == 1:
         return PricedLayout(Layout(""), 0.0, True, 0.0)
+    graph = made_divisible(graph, size) if axis == "tp" else graph
     pinned = _pinned_nodes(graph.graph, pinned_parameters)
     builder = Builder(graph.graph, size, prices, settings, pinned, axis, boundary)
     builder.build()

@@ -92,8 +92,9 @@ class Pricing:
         return seconds
 
     def _summed_s(self, node: fx.Node, state: State) -> float:
-        """A micro-batch's part of the sum, once a step, of the gradient of a parameter stored R*."""
-        if state != REPLICATE_PARTIAL_GRADIENT:
+        """A micro-batch's part of the sum, once a step, of the gradient of a parameter stored R*, or held by
+        several ranks."""
+        if state != REPLICATE_PARTIAL_GRADIENT and state.copies == 1:
             return 0.0
         return self._sent_s("all_reduce", tensor_bytes(node)) / self.settings.microbatches + TIE_BREAK_S
 
@@ -106,8 +107,10 @@ class Pricing:
             states += zip(tensor_inputs(node), rule.inputs)
         whole = sum(tensor_bytes(n) for n, _ in states)
         if self._is_compute_bound(node, whole):
-            return self._busiest(node, rule) / self.size
-        return sum(tensor_bytes(n) / (self.size if s.is_shard else 1) for n, s in states) / whole
+            return self._busiest(node, rule) / max(
+                s.ways(self.size) for _, s in [*states, (node, rule.output)]
+            )
+        return sum(tensor_bytes(n) / s.ways(self.size) for n, s in states) / whole
 
     def _busiest(self, node: fx.Node, rule: Rule) -> float:
         """What the busiest rank does, in even shares: on a causal ring without zigzag the last does most."""
@@ -136,7 +139,7 @@ class Pricing:
         tensor = first_tensor(node)
         trained = node in self.differentiable
         whole = tensor.numel() * (STATE_BYTES_PER_ELEMENT if trained else tensor.element_size())
-        return whole / (self.size if state.is_shard else 1)
+        return whole / state.ways(self.size)
 
     def _sent_s(self, kind: str, sent_bytes: float) -> float:
         return self.prices.collective_s(kind, sent_bytes) if kind != "none" and sent_bytes else 0.0

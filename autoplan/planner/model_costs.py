@@ -21,7 +21,14 @@ from autoplan.errors import BadInputError
 from autoplan.plan import Layout
 from autoplan.planner.boundaries import mark_dims, token_boundaries
 from autoplan.planner.context import Context, joined
-from autoplan.planner.layout import WHOLE, Boundary, LayoutSettings, attention_heads, choose_layout
+from autoplan.planner.layout import (
+    WHOLE,
+    Boundary,
+    LayoutSettings,
+    attention_heads,
+    choose_layout,
+    tp_degrees,
+)
 from autoplan.planner.layout_pricing import SEQUENCE_SETTINGS
 from autoplan.planner.space import ALONE, Inside, divisors
 from autoplan.regions import Region, find_regions, region_graph
@@ -110,9 +117,9 @@ class ModelCosts:
         return found
 
     def tp_degrees(self, most: int) -> list[int]:
-        """Degrees up to ``most`` that divide the heads of every attention op."""
-        heads = [count for _, q, kv in self.heads() for count in (q, kv)]
-        return [t for t in range(1, most + 1) if all(count % t == 0 for count in heads)]
+        """Degrees up to ``most`` by which the heads of every attention op may be cut."""
+        found = [set(degrees) for c in self.classes if (degrees := tp_degrees(self._base_graph(c)))]
+        return [t for t in range(1, most + 1) if all(t in degrees for degrees in found)]
 
     @cached_property
     def expert_degrees(self) -> list[int]:

@@ -132,7 +132,8 @@ def global_norm(owned: Iterable[Owned], first_homes: frozenset[Home], ranks: Ran
             continue
         sharded = isinstance(gradient, DTensor)
         first = item.replicas.is_first_of_shard if sharded else item.replicas.is_first
-        if first and (item.placement.on("tp").is_shard or ranks.tp == 0):
+        held = item.placement.on("tp")
+        if first and (ranks.tp % held.copies == 0 if held.is_shard else ranks.tp == 0):
             squares.append(_square_sum(local_of(gradient)))
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=ranks.device)
     total = total.to(torch.float64)

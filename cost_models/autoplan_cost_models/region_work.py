@@ -188,10 +188,15 @@ def _parameters(graph: fx.Graph) -> tuple[ParameterUse, ...]:
             trainable = placeholder_needs_gradient(node)
             states: Mapping[str, str] = node.meta.get("states", {})
             by_expert = states.get("ep", "R").startswith("S")
-            summed = tuple(axis for axis, state in states.items() if state == "R*")
+            summed = tuple(axis for axis, state in states.items() if _is_summed(state))
             size = tensor.numel() * tensor.element_size()
             uses[source] = ParameterUse(source, tensor.numel(), size, trainable, by_expert, summed)
     return tuple(uses.values())
+
+
+def _is_summed(state: str) -> bool:
+    """Whether ranks hold the same of a parameter, each with a part of its gradient: ``R*``, ``S(0)x2``."""
+    return state == "R*" or ")x" in state
 
 
 def _buffer_bytes(graph: fx.Graph) -> float:

@@ -17,6 +17,7 @@ from autoplan_cost_models.node_facts import kernel_dtype, node_bytes, op_name, o
 
 VIEWS = frozenset(
     [
+        "hide_classes",
         "view",
         "_unsafe_view",
         "transpose",

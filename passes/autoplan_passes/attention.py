@@ -56,9 +56,26 @@ def head_degrees(query_heads: int, key_heads: int) -> tuple[int, ...]:
 
 
 def tp_degrees(graph: fx.GraphModule) -> tuple[int, ...]:
-    """The degrees that divide the query and key-value heads of every attention op; () without attention."""
-    heads = [count for _, query, key in attention_heads(graph) for count in (query, key)]
-    return tuple(t for t in range(1, min(heads) + 1) if all(n % t == 0 for n in heads)) if heads else ()
+    """The degrees by which every attention op may be cut along heads; () without attention.
+
+    Key-value heads divide, or are shared by as many neighbours each (in fused attention).
+    """
+    found = [cut_degrees(node, query, key) for node, query, key in attention_heads(graph)]
+    return tuple(sorted(set.intersection(*map(set, found)))) if found else ()
+
+
+def cut_degrees(node: fx.Node, query_heads: int, key_heads: int) -> tuple[int, ...]:
+    """The degrees by which one attention op may be cut along heads."""
+    plain = math.gcd(query_heads, key_heads)
+    shared = head_degrees(query_heads, key_heads) if _shares_heads(node) else ()
+    return tuple(t for t in range(1, query_heads + 1) if plain % t == 0 or t in shared)
+
+
+def _shares_heads(node: fx.Node) -> bool:
+    """Whether neighbours may share a key-value head of an attention op."""
+    if op_name(node) != ATTENTION or Call(node).arguments.get("dropout_p"):
+        return False
+    return all(shape[-3:-2] in ((), (1,)) for shape in Call(node).shapes[3:])
 
 
 def _scores(softmax: fx.Node) -> fx.Node | None:

@@ -28,6 +28,7 @@ from autoplan_passes.dim_kinds import (
 from autoplan_passes.dims import OUTPUT, Form, carry, narrow, place
 from autoplan_passes.rules import Facts, form_of
 from autoplan_passes.states import State, divides, shard
+from autoplan_passes.table_contractions import few_heads
 from autoplan_passes.table_pointwise import FILLS
 
 NO_GRADIENT_OPS = frozenset(
@@ -211,8 +212,13 @@ class _Spread:
             for tensor in (call.tensors[0], call.node):
                 self.add_all(tensor, [shard(len(shape_of(tensor)) - 3)])
         if group > 1 and kv % self.size and group % self.size == 0:
-            state = place(form, 0, ("group", (), False))
+            state = place(form, 0, ("group", (), False, 1))
             self.add_all(call.tensors[0], [state] if state else [])
+        if self.cutting.features and group > 1:
+            for choice in few_heads(call, self.size):
+                states = zip((*call.tensors, call.node), (*choice.inputs, choice.output))
+                for tensor, wanted in states:
+                    self.add_all(tensor, [wanted] if wanted.is_shard else [])
 
     def _spread_parts(self, form: Form, call: Call) -> None:
         """A whole's sections give its pieces theirs, and joined pieces give the whole its sections."""
@@ -223,16 +229,20 @@ class _Spread:
         whole = nodes[parts.whole]
         length = shape_of(whole)[parts.dim]
         for state in list(self.cuts.get(whole, ())):
-            if state.dim != parts.dim:
+            if state.dim != parts.dim or state.copies > 1:
                 continue
             for tensor, start, extent in parts.pieces:
                 own = narrow(state.sections_of(length), start, extent)
                 if own is not None:
                     self.add_all(nodes[tensor], [shard(parts.dim, own, state.zigzag)])
         if parts.whole == OUTPUT:
-            cuts = [s for tensor in call.tensors for s in self.cuts.get(tensor, ()) if s.dim == parts.dim]
+            cuts = [s for tensor in call.tensors for s in self._plain(tensor) if s.dim == parts.dim]
             extents = [extent for _, _, extent in parts.pieces]
             self.add_all(whole, [shard(parts.dim, extents, zigzag) for zigzag in {s.zigzag for s in cuts}])
+
+    def _plain(self, tensor: fx.Node) -> list[State]:
+        """The cuts in which every rank holds a piece of its own."""
+        return [state for state in self.cuts.get(tensor, ()) if state.copies == 1]
 
     def _propose_sections(self, whole: fx.Node) -> None:
         """Sections of a tensor whose users take pieces of one dim and want the pieces cut."""
@@ -243,7 +253,7 @@ class _Spread:
             if parts is None or parts.whole == OUTPUT:
                 continue
             _, start, extent = parts.pieces[0]
-            wanted = [s for s in self.cuts.get(user, ()) if s.dim == parts.dim]
+            wanted = [s for s in self._plain(user) if s.dim == parts.dim]
             sections = max((s.sections_of(extent) for s in wanted), key=len, default=())
             ends = bounds.setdefault(parts.dim, {0, shape_of(whole)[parts.dim]})
             ends |= {start, start + extent} | {start + sum(sections[:i]) for i in range(len(sections))}

@@ -322,6 +322,30 @@ def vocab_embedding(ids: Tensor, weight: Tensor, padding_idx: int, axis: str) ->
     return found * own.unsqueeze(-1).to(found.dtype)
 
 
+class _HideClasses(torch.autograd.Function):
+    """Overwrites columns; a loss gives them no gradient, so what arrives passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, first: int) -> Tensor:
+        ctx.mark_dirty(logits)
+        logits[..., max(first, 0) :] = torch.finfo(logits.dtype).min
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def hide_classes(logits: Tensor, classes: int, axis: str = "") -> Tensor:
+    """Logits of more columns than there are classes, the others the least number there is, in place.
+
+    ``axis``: the one along which the columns are cut.
+    """
+    first = classes - rank_of(axis) * logits.shape[-1] if axis else classes
+    hidden: Any = _HideClasses.apply(logits, first) if first < logits.shape[-1] else logits.view_as(logits)
+    return hidden
+
+
 class _VocabCrossEntropy(torch.autograd.Function):
     """Loss per position of ``logits`` [N, C / ranks]; saves the logits and a number per position."""
 

@@ -72,6 +72,8 @@ def conversion(source: State, target: State, differentiable: bool = True) -> Con
     row = TABLE.get((source.kind, target.kind))
     if source == target or row is None:
         return None
+    if max(source.copies, target.copies) > 1:  # made where it is needed, of parameters held so
+        return None
     both_cut = source.is_shard and target.is_shard
     if both_cut and (source.dim == target.dim or source.zigzag or target.zigzag):
         return None

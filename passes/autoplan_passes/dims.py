@@ -15,7 +15,8 @@ from autoplan_passes.states import State, shard
 
 Dims = tuple[tuple[str, ...], ...]
 Shape = tuple[int, ...]
-Cut = tuple[str, tuple[int, ...], bool]
+# Atom, its sections, whether in zigzag, how many neighbours hold the same piece.
+Cut = tuple[str, tuple[int, ...], bool, int]
 
 FACTOR, ADDEND, NONLINEAR = "f", "a", "n"
 OUTPUT = -1
@@ -62,7 +63,7 @@ class Form:
 
 
 def carry(form: Form, tensor: int, state: State, ways: int) -> Cut | None:
-    """The atom that ``state`` of ``tensor`` cuts, its sections, whether in zigzag; None where none fits."""
+    """The atom that ``state`` of ``tensor`` cuts, its sections, order and copies; None where none fits."""
     dims = form.dims_of(tensor)
     if state.dim >= len(dims):
         return None
@@ -71,13 +72,15 @@ def carry(form: Form, tensor: int, state: State, ways: int) -> Cut | None:
     sections = state.sections_of(total)
     if not sections:
         return None
-    pieces = ways * (2 if state.zigzag else 1)
+    if ways % state.copies:
+        return None
+    pieces = state.ways(ways) * (2 if state.zigzag else 1)
     for position, atom in enumerate(dim):
         outer = math.prod(sizes[a] for a in dim[:position])
         inner = math.prod(sizes[a] for a in dim[position + 1 :])
         own = _atom_sections(sections, outer, inner)
         if own and all(n % pieces == 0 for n in own) and atom not in form.blocked:
-            return atom, own if len(own) > 1 else (), state.zigzag
+            return atom, own if len(own) > 1 else (), state.zigzag, state.copies
     return None
 
 
@@ -92,13 +95,13 @@ def _atom_sections(sections: Sequence[int], outer: int, inner: int) -> tuple[int
 
 def place(form: Form, tensor: int, cut: Cut) -> State | None:
     """The state that ``cut`` gives ``tensor``; None where the tensor lacks the atom."""
-    atom, own, zigzag = cut
+    atom, own, zigzag, copies = cut
     for index, dim in enumerate(form.dims_of(tensor)):
         if atom in dim:
             position = dim.index(atom)
             outer = math.prod(form.sizes[a] for a in dim[:position])
             inner = math.prod(form.sizes[a] for a in dim[position + 1 :])
-            return shard(index, tuple(n * inner for n in own or (form.sizes[atom],)) * outer, zigzag)
+            return shard(index, tuple(n * inner for n in own or (form.sizes[atom],)) * outer, zigzag, copies)
     return None
 
 

@@ -61,6 +61,11 @@ def _one_count_sent(_call: Call) -> tuple[Sent, ...]:
     return (("all_reduce", "none", 8.0, 0.0),)
 
 
+def _hide_arguments(call: Call, output: State, axis: str) -> tuple[Any, ...]:
+    given = (call.arguments["logits"], call.arguments["classes"])
+    return (*given, axis) if output.dim == len(call.output) - 1 else given
+
+
 def _dropout_arguments(call: Call, output: State, axis: str) -> tuple[Any, ...]:
     tensor = next(iter(call.tensors))
     sections = output.sections_of(call.output[output.dim]) if output.sections else ()
@@ -105,6 +110,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "vocab_position_cross_entropy": Implementation(
         collectives.vocab_position_cross_entropy, _vocab_position_arguments, _cross_entropy_sent
     ),
+    "hide_classes": Implementation(collectives.hide_classes, _hide_arguments, _nothing_sent),
     "sliced_dropout": Implementation(collectives.sliced_dropout, _dropout_arguments, _nothing_sent),
     "ring_attention": Implementation(ring.ring_attention, _ring_arguments, _ring_sent),
 }

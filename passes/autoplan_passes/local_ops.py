@@ -93,7 +93,8 @@ def _with_local_sizes(
         shapes = tuple(tuple(first_tensor(inputs[n]).shape) for n in call.tensors)
         output = local_shape(call.output, rule.output, ways)
         inputs_states = tuple(states[n] for n in call.tensors)
-        set_arguments(local, call, row.sizes(Local(call, inputs_states, rule.output, shapes, output, ways)))
+        pieces = max(state.ways(ways) for state in (*inputs_states, rule.output))
+        set_arguments(local, call, row.sizes(Local(call, inputs_states, rule.output, shapes, output, pieces)))
     if local.target is torch.ops.aten.squeeze.default:
         ones = [d for d, n in enumerate(shape_of(Call(node).tensors[0])) if n == 1]
         local.target, local.args = torch.ops.aten.squeeze.dims, (local.args[0], ones)

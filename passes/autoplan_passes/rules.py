@@ -155,9 +155,14 @@ def _possible_cuts(form: Form, call: Call, size: int, facts: Facts) -> set[Cut]:
 
 
 def _cut_choices(form: Form, cut: Cut, implementation: str, count: int) -> Iterator[Choice]:
-    """Tensors with the atom are cut; the others are R*, or P where they are added to a partial output."""
+    """Tensors with the atom are cut; the others are R*, or P where they are added to a partial output.
+
+    Pieces that several ranks hold are neither summed up nor drawn for.
+    """
     placed = [place(form, i, cut) for i in range(count)]
     output = place(form, OUTPUT, cut)
+    if cut[-1] > 1 and (output is None or implementation != "local"):
+        return
     missing = REPLICATE_PARTIAL_GRADIENT
     states = [state or missing for state in placed]
     if output is not None:
@@ -177,7 +182,7 @@ def _parts_choices(form: Form, call: Call, size: int, facts: Facts) -> Iterator[
     whole = call.node if parts.whole == OUTPUT else call.tensors[parts.whole]
     length = shape_of(whole)[parts.dim]
     for state in sorted(facts.cuts.get(whole, frozenset())):
-        if state.dim != parts.dim:
+        if state.dim != parts.dim or state.copies > 1:
             continue
         states = {parts.whole: state}
         for tensor, start, extent in parts.pieces:

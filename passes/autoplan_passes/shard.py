@@ -24,6 +24,7 @@ from autoplan_passes.experts import Routes, chain_ends, chain_experts
 from autoplan_passes.fuel import Fuel, limited
 from autoplan_passes.implementations import SENT_ON_THE_WAY, implementation_sends
 from autoplan_passes.local_ops import find_fake_mode, local_call, propagate
+from autoplan_passes.padding import made_divisible
 from autoplan_passes.placements import place_on
 from autoplan_passes.rules import Rule
 from autoplan_passes.shifted_loss import keep_all_positions
@@ -128,6 +129,8 @@ def shard_region(
     with dry_groups(layout):  # what one axis inserts is run again on the next
         for axis in used or ["tp"]:
             placed = layout.on(axis) if used else NO_AXIS
+            if axis == "tp":
+                local = made_divisible(local, placed.size)
             if fuel is not None:
                 placed = limited(placed, local.graph, layout.region_class, axis, fuel)
             step = AxisStep(axis, placed, local, shard_axis(local, placed, axis, layout.region_class))
@@ -242,7 +245,9 @@ class _Sharder:
             states = {**node.meta.get("states", {}), self.axis: str(state)}
             copied.meta |= {
                 "states": states,
-                "state": str(place_on({a: parse_state(s) for a, s in states.items()})),
+                "state": str(
+                    place_on({a: parse_state(s) for a, s in states.items()}, node.meta.get("padded", ()))
+                ),
             }
             copied.meta.setdefault("global_shape", shape_of(node))
         if is_tensor(node) and (node in self.parameters or state.is_shard):

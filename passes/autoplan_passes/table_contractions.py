@@ -121,6 +121,23 @@ def _attention_on_sequences(call: Call, size: int) -> Iterable[Choice]:
         yield Choice((shard(1), shard(2), shard(2), *masks), shard(1), "repeated_heads")
 
 
+def few_heads(call: Call, size: int) -> Iterable[Choice]:
+    """Fewer kv heads than ranks: each is held by the neighbours whose query heads use it."""
+    query, key = call.shapes[0], call.shapes[1]
+    grouped = call.name == "ring_attention" or call.arguments.get("enable_gqa")
+    if len(query) != 4 or len(key) != 4 or not grouped or call.arguments.get("dropout_p"):
+        return
+    fits = 1 < key[1] < size and size % key[1] == 0 and query[1] % size == 0
+    if fits and all(shape[-3:-2] in ((), (1,)) for shape in call.shapes[3:]):
+        held = shard(1, copies=size // key[1])
+        yield Choice((shard(1), held, held, *[REPLICATE] * len(call.shapes[3:])), shard(1))
+
+
+def _attention_choices(call: Call, size: int) -> Iterable[Choice]:
+    yield from _attention_on_sequences(call, size)
+    yield from few_heads(call, size)
+
+
 def _conv_form(call: Call) -> Form | None:
     """Output channels, or groups, may be cut; input channels give a partial sum; space may not."""
     image, weight = call.shapes[0], call.shapes[1]
@@ -205,8 +222,8 @@ ROWS: Mapping[str, Row] = {
     "aten._grouped_mm": GROUPED,
     "transformers.grouped_mm_fallback": GROUPED,
     "grouped_product": GROUPED,
-    "aten.scaled_dot_product_attention": Row(_attention_form, special=_attention_on_sequences),
-    "ring_attention": Row(_ring_form),
+    "aten.scaled_dot_product_attention": Row(_attention_form, special=_attention_choices),
+    "ring_attention": Row(_ring_form, special=few_heads),
     **{
         f"aten.{name}": Row(_conv_form, _local_conv_groups)
         for name in ("conv1d", "conv2d", "conv3d", "convolution")

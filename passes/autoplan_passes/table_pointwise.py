@@ -71,6 +71,11 @@ def _dropped_mask(call: Call) -> str:
     return "sliced_dropout" if draws else "local"
 
 
+def _hidden_columns(_call: Call) -> str:
+    """Which columns are hidden depends on the rank."""
+    return "hide_classes"
+
+
 def _of_partial(call: Call, _cuts: Sequence[frozenset[State]]) -> Iterable[Choice]:
     """The values do not matter, so a partial sum will do."""
     return [Choice((PARTIAL,), REPLICATE)] if len(call.tensors) == 1 else []
@@ -124,6 +129,7 @@ _ALONG = along(_one_dim)
 
 ROWS: Mapping[str, Row] = {
     **{f"aten.{name}": Row(pointwise()) for name in ELEMENTWISE},
+    "hide_classes": Row(pointwise(), cut_implementation=_hidden_columns),
     **{f"aten.{name}": Row(pointwise(ADDEND)) for name in LINEAR},
     **{f"aten.{name}_like": Row(pointwise(), factory=_of_partial) for name in FILLS},
     **{f"aten.{name}": Row(None, replicated=True) for name in REPLICATED},

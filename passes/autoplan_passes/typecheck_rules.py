@@ -44,7 +44,7 @@ def _carried(form: Form, call: Call, cuts: Mapping[fx.Node, frozenset[State]], s
         whole = call.tensors[parts.whole]
         for state in cuts.get(whole, ()):
             own = narrow(state.sections_of(shape_of(whole)[state.dim]), *parts.pieces[0][1:])
-            if state.dim == parts.dim and own is not None:
+            if state.dim == parts.dim and own is not None and state.copies == 1:
                 yield shard(parts.dim, own, state.zigzag)
         return
     sections: list[int] = []
