@@ -16,7 +16,7 @@ from autoplan.capture.program import Capture
 DEPTH = 5
 
 
-def captured(source: ModelSource, sizes: dict[str, int], fold: bool) -> tuple[Capture, int]:
+def captured(source: ModelSource, sizes: dict[str, int], fold: str) -> tuple[Capture, int]:
     """One capture and the number of blocks that were unfolded into it."""
     plain = trace.trace
 
@@ -32,8 +32,8 @@ def captured(source: ModelSource, sizes: dict[str, int], fold: bool) -> tuple[Ca
 
 def same_graph(source: ModelSource, sizes: dict[str, int]) -> int:
     """Assert that folding changes nothing; the number of blocks that it saved."""
-    whole, none = captured(source, sizes, fold=False)
-    folded, copies = captured(source, sizes, fold=True)
+    whole, none = captured(source, sizes, fold="none")
+    folded, copies = captured(source, sizes, fold="bare")
     assert none == 0
     assert node_forms(folded.graph) == node_forms(whole.graph)
     assert folded.fingerprint == whole.fingerprint and folded.batch_form.known == whole.batch_form.known
@@ -90,8 +90,12 @@ class Deep(nn.Module):
         x = self.first(x)
         Block.calls, Block.outside = 0, self.first.weight.sum(0)
         for index, block in enumerate(self.blocks):
-            extra = {"odd argument": object(), "number": index}.get(self.how)
-            x = block(x, extra)
+            extra = {"odd argument": object(), "number": index, "a number for the last two": index > 2}
+            x = block(x, extra.get(self.how))
+        if self.how == "the loss reads all weights":
+            return x.pow(2).mean() + sum(p.square().sum() for p in self.parameters())
+        if self.how == "the loss reads a block's weight":
+            return (x * self.blocks[3].linear.weight.sum()).mean()
         return x.pow(2).mean()
 
 
@@ -106,6 +110,9 @@ CASES = {
     "one is frozen": DEPTH - 3,
     "odd argument": 0,
     "number": 0,
+    "a number for the last two": 1,
+    "the loss reads all weights": DEPTH - 2,
+    "the loss reads a block's weight": DEPTH - 2,
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autoplan.capture import batch as batching
 from autoplan.capture import build, diagnose, normalise, opaque, settings
@@ -82,7 +82,7 @@ def capture_module(
         try:
             fake = FakeModel(model.train(), mode, values)
             shot = _Shot(source, dtype or own_dtype(model), {}, tuple(opaque))
-            capture = shot.of(fake, checked_inputs(inputs, name))
+            capture = shot.marked(shot.of(fake, checked_inputs(inputs, name)))
         finally:
             build.put_back(swapped)
             settings.restore(configs)
@@ -119,7 +119,7 @@ class _Shot:
             return self._fixed(capture, f"only batch {batch} can be traced ({larger})")
         smaller = batching.node_forms(capture.graph)
         if batching.same_structure(smaller, larger):
-            return self._growing(capture, batching.batch_form(capture.graph, smaller, larger))
+            return self._growing(capture, smaller, larger)
         later = self._one_later(fake, batch, larger)
         if later is None:
             return self._fixed(capture, "its graph has another structure at every batch size")
@@ -160,12 +160,14 @@ class _Shot:
         if isinstance(largest, str) or not batching.same_structure(larger, largest):
             return None
         capture = self.of(fake, self.source.example_inputs(batch + 1, **self.sizes), batch + 1)
-        return self._growing(capture, batching.batch_form(capture.graph, larger, largest))
+        return self._growing(capture, larger, largest)
 
-    def _growing(self, capture: Capture, form: BatchForm) -> Capture:
-        """The capture with its batch form, and a fingerprint that does not depend on the batch."""
-        mark = fingerprint_of(capture.graph, capture.parameters, self.sizes, self.dtype, form, capture.batch)
-        capture = replace(capture, batch_form=form, fingerprint=mark)
+    def _growing(
+        self, capture: Capture, forms: list[batching.NodeForm], larger: list[batching.NodeForm]
+    ) -> Capture:
+        """The capture of ``forms`` with its batch form and a fingerprint that no batch size changes."""
+        form = batching.batch_form(capture.graph, forms, larger)
+        capture = replace(capture, batch_form=form, fingerprint=fingerprint_of(capture, forms, form))
         pairs = batching.node_of_pairs(capture.graph, form)
         if pairs is None:
             return capture
@@ -178,8 +180,7 @@ class _Shot:
         return _warned(replace(capture, coupled_at=where), warning)
 
     def _fixed(self, capture: Capture, reason: str) -> Capture:
-        capture = replace(capture, batch_form=BatchForm(known=False))
-        return _warned(capture, f"the batch size is fixed at {capture.batch}: {reason}")
+        return _warned(self.marked(capture), f"the batch size is fixed at {capture.batch}: {reason}")
 
     def _forms(self, fake: FakeModel, batch: int) -> list[batching.NodeForm] | str:
         inputs = self.source.example_inputs(batch, **self.sizes)
@@ -230,14 +231,16 @@ class _Shot:
         assert reason is not None
         raise reason
 
+    def marked(self, capture: Capture) -> Capture:
+        """The capture with the fingerprint of its one batch size."""
+        forms = batching.node_forms(capture.graph)
+        return replace(capture, fingerprint=fingerprint_of(capture, forms, capture.batch_form))
+
     def of(self, fake: FakeModel, inputs: Inputs, batch: int | None = None) -> Capture:
-        """One capture at the batch size of ``inputs``, its batch form not known."""
+        """One capture at the batch size of ``inputs``, its batch form not known and without a fingerprint."""
         traced = self._trace(fake, inputs)
         batch = batch if batch is not None else batch_of(inputs)
         parameters = parameter_infos(traced, fake.model)
-        fingerprint = fingerprint_of(
-            traced.graph, parameters, self.sizes, self.dtype, BatchForm(known=False), batch
-        )
         constants = {k: v for k, v in traced.constants.items() if v.numel() <= CONSTANT_NUMEL_LIMIT}
         return Capture(
             name=self.source.name,
@@ -254,7 +257,7 @@ class _Shot:
             module_classes={n: type(m).__name__ for n, m in fake.model.named_modules(remove_duplicate=False)},
             opaque=self.opaque,
             warnings=(*fake.warnings, *_losses(traced)),
-            fingerprint=fingerprint,
+            fingerprint="",
             containers=frozenset(n for n, m in fake.model.named_modules() if isinstance(m, CONTAINERS)),
         )
 
@@ -352,23 +355,16 @@ def parameter_infos(traced: Traced, model: nn.Module) -> dict[str, ParameterInfo
     return infos
 
 
-def fingerprint_of(
-    graph: fx.Graph,
-    parameters: Mapping[str, ParameterInfo],
-    sizes: Mapping[str, int],
-    dtype: str,
-    form: BatchForm,
-    batch: int,
-) -> str:
+def fingerprint_of(capture: Capture, forms: Sequence[batching.NodeForm], form: BatchForm) -> str:
     """sha256 over ops, arguments, shapes, parameters and sizes; with a known ``form``, at batch 0."""
     digest = hashlib.sha256()
-    for node, node_form in zip(graph.nodes, batching.node_forms(graph), strict=True):
-        integers = _at_batch_zero(node_form.integers, form.arguments.get(node.name), batch)
-        dims = _at_batch_zero(node_form.dims, form.shapes.get(node.name), batch)
+    for node, node_form in zip(capture.graph.nodes, forms, strict=True):
+        integers = _at_batch_zero(node_form.integers, form.arguments.get(node.name), capture.batch)
+        dims = _at_batch_zero(node_form.dims, form.shapes.get(node.name), capture.batch)
         digest.update(f"{node_form.skeleton}{integers}{dims}".encode())
-    for info in parameters.values():
+    for info in capture.parameters.values():
         digest.update(f"{info.name}{info.shape}{info.dtype}{info.trainable}{info.tied_names}".encode())
-    digest.update(f"{sorted(sizes.items())}{dtype}".encode())
+    digest.update(f"{sorted(capture.sizes.items())}{capture.dtype}".encode())
     return digest.hexdigest()
 
 

@@ -24,6 +24,8 @@ NAMESPACE = "autoplan_fold"
 PLAIN = (int, float, str, bool, type(None), torch.dtype)
 # blocks of one kind that are traced; the rest are copies of the first
 TRACED = 2
+# where the arguments of a mark have the number of its kind
+KIND = 2
 
 
 # shape, strides, dtype, whether it wants a gradient
@@ -42,44 +44,54 @@ class Kind:
 
 
 @dataclass
-class _Group:
+class Group:
     """Equal blocks; ``varying`` are the settings that differ, by path inside the block."""
 
     members: list[nn.Module]
     varying: dict[str, set[str]]
     read: set[str] = field(default_factory=set[str])
     kinds: dict[Any, Kind] = field(default_factory=dict[Any, Kind])
+    # the tensors of blocks that were taken away while the model is exported, by the block's id
+    absent: dict[int, list[torch.Tensor]] = field(default_factory=dict[int, list[torch.Tensor]])
+
+
+class TensorsNeeded(Exception):
+    """The model reads tensors of a block that were taken away: it must be traced with all of them."""
 
 
 class Folding:
-    """What was folded in one trace; ``active`` is asked for the state that a block's result may depend on."""
+    """What was folded in one trace; ``state`` is asked for what a block's result may depend on."""
 
     def __init__(self, state: Callable[[], Any]) -> None:
         self.state = state
         self.kinds: list[Kind] = []
 
-    def call(self, group: _Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace the block, or put a copy node in its place."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = _call_key(leaves, structure, self.state())
-        if key is None or group.read:
+        kind = None if key is None or group.read else self._kind(group, key)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if kind is not None and not kind.unfit and kind.traced >= TRACED:
+            _OUTPUTS[kind.number] = kind.outputs
+            absent = id(module) in group.absent
+            held = [] if absent else _tensors(module)
+            flat = _copy(inputs, held, kind.number, id(module) if absent else 0)
+            return pytree.tree_unflatten(list(flat), kind.structure)
+        if id(module) in group.absent:
+            raise TensorsNeeded
+        if kind is None or kind.unfit:
             return type(module).forward(module, *args, **kwargs)
+        return self._trace(group, kind, module, (args, kwargs), inputs, _tensors(module))
+
+    def _kind(self, group: Group, key: Any) -> Kind:
         if key not in group.kinds:
             group.kinds[key] = Kind(len(self.kinds))
             self.kinds.append(group.kinds[key])
-        kind = group.kinds[key]
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        held = [*module.parameters(), *module.buffers()]
-        if kind.unfit:
-            return type(module).forward(module, *args, **kwargs)
-        if kind.traced < TRACED:
-            return self._trace(group, kind, module, (args, kwargs), inputs, held)
-        _OUTPUTS[kind.number] = kind.outputs
-        flat = _copy(inputs, held, kind.number)
-        return pytree.tree_unflatten(list(flat), kind.structure)
+        return group.kinds[key]
 
     def _trace(
-        self, group: _Group, kind: Kind, module: nn.Module, call: Any, inputs: list[Any], held: list[Any]
+        self, group: Group, kind: Kind, module: nn.Module, call: Any, inputs: list[Any], held: list[Any]
     ) -> Any:
         """Run the block as it is and mark where it begins and ends."""
         args, kwargs = call
@@ -96,20 +108,69 @@ class Folding:
         kind.structure = structure
         kind.outputs = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in flat]
         _OUTPUTS[kind.number] = kind.outputs
-        return pytree.tree_unflatten(list(_template(inputs, held, flat, kind.number)), structure)
+        return pytree.tree_unflatten(list(_template(inputs, held, kind.number, flat)), structure)
 
 
 _OUTPUTS: dict[int, list[Output]] = {}
 
 
+def _tensors(block: nn.Module) -> list[torch.Tensor]:
+    return [*block.parameters(), *block.buffers()]
+
+
+class _Absent(dict[str, Any]):
+    """In the place of a module's tensors while they are away: empty; reading it is noted."""
+
+    def __init__(self, taken: Mapping[str, Any], asked: list[str]) -> None:
+        super().__init__()
+        self._taken = taken
+        self._asked = asked
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._taken:
+            self._asked.append(str(name))
+        return False
+
+    def items(self) -> Any:
+        self._asked.extend(self._taken)
+        return super().items()
+
+    def values(self) -> Any:
+        self._asked.extend(self._taken)
+        return super().values()
+
+
+@contextlib.contextmanager
+def without_copies(groups: Sequence[Group]) -> Generator[list[str]]:
+    """While this lasts, blocks that are likely copies have no tensors: the exporter's time is in tensors.
+
+    Gives the list to which names are added that somebody asks of them; clear it before the forward.
+    """
+    asked: list[str] = []
+    taken: list[tuple[nn.Module, Any, Any]] = []
+    try:
+        for group in groups:
+            for block in group.members[TRACED:]:
+                group.absent[id(block)] = _tensors(block)
+            for module in (m for block in group.members[TRACED:] for m in block.modules()):
+                own = vars(module)
+                taken.append((module, own["_parameters"], own["_buffers"]))
+                own["_parameters"] = _Absent(own["_parameters"], asked)
+                own["_buffers"] = _Absent(own["_buffers"], asked)
+        yield asked
+    finally:
+        for module, parameters, buffers in reversed(taken):
+            vars(module).update(_parameters=parameters, _buffers=buffers)
+
+
 def _fresh_of_last(*args: Any) -> list[torch.Tensor]:
-    outputs = _OUTPUTS[args[-1]]
+    outputs = _OUTPUTS[args[KIND]]
     return [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype, _ in outputs]
 
 
 def _mark_gradients(ctx: Any, inputs: Any, output: Any) -> None:
     """An output wants a gradient where the traced block's did (attention picks its kernel by that)."""
-    wanted = [wants for *_, wants in _OUTPUTS[inputs[-1]]]
+    wanted = [wants for *_, wants in _OUTPUTS[inputs[KIND]]]
     ctx.mark_non_differentiable(*(t for t, wants in zip(output, wanted) if not wants))
 
 
@@ -125,9 +186,10 @@ def _define(name: str, schema: str) -> Callable[..., Any]:
 
 
 _template: Any = _define(
-    "template", "(Tensor[] inputs, Tensor[] held, Tensor[] outputs, int kind) -> Tensor[]"
+    "template", "(Tensor[] inputs, Tensor[] held, int kind, Tensor[] outputs) -> Tensor[]"
 )
-_copy: Any = _define("copy", "(Tensor[] inputs, Tensor[] held, int kind) -> Tensor[]")
+# ``block`` is the id of a block whose tensors are away (0: they are in ``held``)
+_copy: Any = _define("copy", "(Tensor[] inputs, Tensor[] held, int kind, int block) -> Tensor[]")
 
 
 def _call_key(leaves: Sequence[Any], structure: Any, state: Any) -> Any:
@@ -146,10 +208,9 @@ def _call_key(leaves: Sequence[Any], structure: Any, state: Any) -> Any:
 
 
 @contextlib.contextmanager
-def folded(model: nn.Module, state: Callable[[], Any]) -> Generator[Folding]:
-    """While this lasts, equal blocks of the model are folded."""
+def folded(groups: Sequence[Group], state: Callable[[], Any]) -> Generator[Folding]:
+    """While this lasts, the blocks of each group are folded."""
     folding = Folding(state)
-    groups = _groups(model)
     try:
         for group in groups:
             for module in group.members:
@@ -161,16 +222,16 @@ def folded(model: nn.Module, state: Callable[[], Any]) -> Generator[Folding]:
                 module.__dict__.pop("forward", None)
 
 
-def _folded_forward(folding: Folding, group: _Group, module: nn.Module) -> Callable[..., Any]:
+def _folded_forward(folding: Folding, group: Group, module: nn.Module) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return folding.call(group, module, args, kwargs)
 
     return forward
 
 
-def _groups(model: nn.Module) -> list[_Group]:
+def equal_blocks(model: nn.Module) -> list[Group]:
     """Children of ModuleLists with modules of their own that are equal, three of a kind, outermost first."""
-    groups: list[_Group] = []
+    groups: list[Group] = []
     opaque = [m for m in model.modules() if "forward" in vars(m)]
     inside = {id(part) for module in opaque for part in module.modules()}
     for module in model.modules():
@@ -182,7 +243,7 @@ def _groups(model: nn.Module) -> list[_Group]:
                 alike.setdefault(_structure_key(child), []).append(child)
         for members in alike.values():
             if len(members) > TRACED:
-                groups.append(_Group(members, _varying(members)))
+                groups.append(Group(members, _varying(members)))
                 inside.update(id(m) for member in members for m in member.modules())
     return groups
 
@@ -237,7 +298,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _reads_noted(block: nn.Module, group: _Group) -> Generator[None]:
+def _reads_noted(block: nn.Module, group: Group) -> Generator[None]:
     """While this lasts, reading a varying attribute of the block is noted in ``group.read``."""
     changed: list[tuple[nn.Module, type]] = []
     try:
@@ -279,27 +340,29 @@ class _Body:
     depth: int
 
 
-def unfold(graph: fx.Graph) -> None:
+def unfold(graph: fx.Graph, absent: Callable[[int], Sequence[fx.Node]]) -> None:
     """Replace copy nodes by the nodes of their block and drop the marks, in place.
 
-    Raises :class:`CannotUnfold` when that would not be what tracing every block gives.
+    ``absent`` gives the nodes of the tensors of a block that had none while it was exported, by the
+    block's id. Raises :class:`CannotUnfold` when that would not be what tracing every block gives.
     """
     bodies: dict[int, _Body] = {}
     forms: dict[int, str] = {}
     for node in list(graph.nodes):
         if node.target is _template:
-            kind = int(node.args[3])
+            kind: Any = node.args[KIND]
             body = _body(node)
             if forms.setdefault(kind, _form(body)) != _form(body):
                 raise CannotUnfold
             bodies.setdefault(kind, body)
             _replace_outputs(graph, node, body.outputs)
         elif node.target is _copy:
-            _write_out(graph, node, bodies[node.args[2]])
+            body, block = bodies[node.args[KIND]], node.args[3]
+            _write_out(graph, node, body, absent(block) if block else node.args[1])
 
 
 def _body(mark: fx.Node) -> _Body:
-    inputs, held, outputs = (tuple(mark.args[i]) for i in range(3))  # pyright: ignore[reportArgumentType]: lists by schema
+    inputs, held, outputs = (tuple(mark.args[i]) for i in (0, 1, 3))  # pyright: ignore[reportArgumentType]: lists by schema
     given = {*inputs, *held}
     found: set[fx.Node] = set()
     stack: list[fx.Node] = [node for node in outputs if node not in given]
@@ -330,10 +393,9 @@ def _form(body: _Body) -> str:
     return "\n".join([*lines, *(words[node] for node in body.outputs)])
 
 
-def _write_out(graph: fx.Graph, copy: fx.Node, body: _Body) -> None:
-    """Put the body's nodes before ``copy``, on the copy's inputs and parameters."""
+def _write_out(graph: fx.Graph, copy: fx.Node, body: _Body, held: Any) -> None:
+    """Put the body's nodes before ``copy``, on the copy's inputs and its tensors ``held``."""
     inputs: Any = copy.args[0]
-    held: Any = copy.args[1]
     env = dict(zip((*body.inputs, *body.held), (*inputs, *held), strict=True))
     stack = dict(copy.meta.get("nn_module_stack") or {})
     with graph.inserting_before(copy):
