@@ -161,7 +161,10 @@ class StagePrediction:
     in flight keeps ``saved_bytes``; the one that runs backward takes ``backward_bytes`` at the peak. Of
     ``backward_s`` a schedule that splits the backward puts off ``weight_s``, and keeps ``deferred_bytes`` of
     each micro-batch until then. Memory is that of the device, which holds all stages of its pipeline rank.
-    ``link_bytes`` is what the device sends in a step, by mesh axis.
+    Once a step: ``weight_gather_s`` is what new weights that arrive add to the first forward, ``tied_sync_s``
+    the reduction of parameters that another stage holds too, after the replicas' (``gradient_sync_s``).
+    ``link_bytes`` is what the device sends in a step, by mesh axis; ``tied`` is between stages that share
+    parameters.
     """
 
     forward_s: float
@@ -183,6 +186,8 @@ class StagePrediction:
     link_bytes: Mapping[str, float] = field(default_factory=dict[str, float])
     weight_s: float = 0.0
     deferred_bytes: float = 0.0
+    weight_gather_s: float = 0.0
+    tied_sync_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ PINS = (
     ("pp=4", "schedule=1f1b"),
     ("pp=2", "tp=2", "recompute=full", "schedule=1f1b"),
     ("pp=1", "zero=3"),
-    ("pp=2", "schedule=zb_h1", "vpp=2"),
+    ("pp=2", "schedule=zb_h1", "vpp=2", "zero=1"),
     ("pp=2", "schedule=interleaved_1f1b", "vpp=3"),
 )
 
@@ -84,6 +84,22 @@ def test_the_timeline_ends_with_the_forecast(planned: Plan) -> None:
     part = planned.parts[0]
     first = [e.microbatch for e in line.tracks[0].events if e.kind == "forward" and e.stage == 0]
     assert first == list(range(part.microbatches))
+
+
+def test_what_happens_once_a_step_is_drawn_and_travels(planned: Plan) -> None:
+    """Gathered weights and the sum of a tied table were waiting time in the picture, and no traffic."""
+    line, (part,), told = lines_of(planned), planned.parts, planned.prediction
+    assert told is not None
+    gathered = [one for track in line.tracks for one in track.once if one.kind == "weight_gather"]
+    if part.zero in (1, 2):
+        assert gathered[0].end_s - gathered[0].start_s == pytest.approx(told.breakdown_s["zero_gather"])
+    else:
+        assert not gathered
+    tied = [{one.kind for one in track.once} >= {"tied_sync"} for track in line.tracks]
+    homes = {0, part.mesh.pp - 1} if part.mesh.pp > 1 else set[int]()
+    assert {rank for rank, found in enumerate(tied) if found} == homes
+    axes = [one.axis for one in traffic(part, load_profile("cpu"))]
+    assert ("tied" in axes) == (part.mesh.pp > 1)
 
 
 def test_memory_over_the_step_reaches_the_predicted_peak(planned: Plan) -> None:
@@ -132,7 +148,7 @@ def test_ranks_and_nodes_follow_the_mesh() -> None:
     """A device drawn in another group than it is in."""
     mesh = Mesh(pp=2, dp=4, cp=2, tp=2, ep=2)
     for axis, span in axis_spans(mesh).items():
-        if axis in ("pp", "ep"):
+        if axis in ("pp", "ep", "tied"):
             continue
         places = [coordinates(mesh, rank * span.stride) for rank in range(span.size)]
         moving = {name for place in places for name, at in place.items() if at != places[0][name]}

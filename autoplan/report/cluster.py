@@ -49,13 +49,15 @@ class NodeGroup:
 
 
 def axis_spans(mesh: Mesh) -> dict[str, Span]:
-    """The group of every axis that is used; pp as the pair of neighbouring stages."""
+    """The group of every axis that is used; pp as the pair of neighbouring stages, ``tied`` as the first and
+    the last."""
     spans = {
         "tp": Span(mesh.tp, 1),
         "cp": Span(mesh.cp, mesh.tp),
         "ep": Span(mesh.ep, mesh.tp * mesh.cp),
         "dp": zero_groups(mesh, 0).all,
         "pp": Span(2 if mesh.pp > 1 else 1, mesh.stage_devices),
+        "tied": Span(2 if mesh.pp > 1 else 1, mesh.stage_devices * (mesh.pp - 1)),
     }
     return {axis: span for axis, span in spans.items() if span.size > 1}
 

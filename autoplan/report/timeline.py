@@ -6,14 +6,15 @@ Replicas and tensor-parallel peers of a rank do the same at the same time: a tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoplan.plan import Part, Plan, StagePrediction
 from autoplan_cost_models.schedule import Event, simulate
 
-ONCE = ("gradient_sync", "optimizer")  # what a rank does once a step, after its last micro-batch
+# What a rank does once a step: before its first micro-batch, and after its last.
+ONCE = ("weight_gather", "gradient_sync", "tied_sync", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -106,27 +107,65 @@ def timeline(plan: Plan, part: Part) -> Timeline | None:
         vpp=part.vpp,
         weight_s=[one.weight_s for one in known],
     )
+    late_s = _weights_arrive_s(known)
+    events = [tuple(_later(event, late_s) for event in own) for own in run.events]
     step_s = plan.prediction.step_time_s
-    tracks = tuple(_track(rank, part, run.events, step_s) for rank in range(part.mesh.pp))
-    return Timeline(part, tracks, run.makespan_s, step_s)
+    tracks = tuple(_track(rank, part, own, step_s) for rank, own in enumerate(events))
+    return Timeline(part, tracks, late_s + run.makespan_s, step_s)
 
 
-def _track(rank: int, part: Part, events: tuple[tuple[Event, ...], ...], step_s: float) -> Track:
+def _weights_arrive_s(told: Sequence[StagePrediction]) -> float:
+    """How much later the step runs for weights gathered at its start: a stage waits for its first
+    micro-batch in any case."""
+    waits, before_s = [0.0], 0.0
+    for one in told:
+        waits.append(one.weight_gather_s - before_s)
+        before_s += one.forward_s
+    return max(waits)
+
+
+def _later(event: Event, late_s: float) -> Event:
+    return replace(event, start_s=event.start_s + late_s, end_s=event.end_s + late_s)
+
+
+def _track(rank: int, part: Part, events: tuple[Event, ...], step_s: float) -> Track:
     stages = tuple(range(rank, len(part.stages), part.mesh.pp))
     devices = part.mesh.stage_devices
-    once = _once(part, stages, events[rank][-1].end_s, step_s)
-    return Track(rank, rank * devices, devices, stages, events[rank], once)
+    once = (*_before(part, events), *_after(part, stages, events[-1].end_s, step_s))
+    return Track(rank, rank * devices, devices, stages, events, once)
 
 
-def _once(part: Part, stages: tuple[int, ...], ready_s: float, step_s: float) -> tuple[Once, ...]:
-    """Gradients are reduced as soon as the rank is done; the update ends the step on every rank at once
-    (it waits for the global norm, which waits for the slowest)."""
+def _before(part: Part, events: Sequence[Event]) -> Iterator[Once]:
+    """New weights arrive just before a stage's first forward, as far as the rank has nothing else to do."""
+    seen: set[int] = set()
+    free_s = 0.0
+    for event in events:
+        told = part.stages[event.stage].prediction
+        if event.stage not in seen and told is not None:
+            seen.add(event.stage)
+            begin_s = max(free_s, event.start_s - told.weight_gather_s)
+            if told.weight_gather_s and begin_s < event.start_s:
+                yield Once("weight_gather", begin_s, event.start_s)
+        free_s = event.end_s
+
+
+def _after(part: Part, stages: tuple[int, ...], ready_s: float, step_s: float) -> Iterator[Once]:
+    """Gradients are reduced as soon as the rank is done, parameters shared with other stages when all are;
+    the update ends the step on every rank at once (it waits for the global norm, which waits for the
+    slowest)."""
     told = [one for s in stages if (one := part.stages[s].prediction) is not None]
-    sync_s, update_s = sum(one.gradient_sync_s for one in told), sum(one.optimizer_s for one in told)
-    begin_s = max(ready_s + sync_s, step_s - max(update_s, _longest_update_s(part)))
-    found = (Once("gradient_sync", ready_s, ready_s + sync_s), Once("optimizer", begin_s, begin_s + update_s))
-    return tuple(one for one in found if one.end_s > one.start_s)
-
-
-def _longest_update_s(part: Part) -> float:
-    return max((stage.prediction.optimizer_s for stage in part.stages if stage.prediction), default=0.0)
+    spent = {kind: sum(getattr(one, f"{kind}_s") for one in told) for kind in ONCE[1:]}
+    longest_s = max(
+        sum(one.optimizer_s for stage in part.stages[rank :: part.mesh.pp] if (one := stage.prediction))
+        for rank in range(part.mesh.pp)
+    )
+    ends_s = ready_s + spent["gradient_sync"]
+    update_s = max(ends_s + spent["tied_sync"], step_s - longest_s)
+    begins = {
+        "gradient_sync": ready_s,
+        "tied_sync": update_s - spent["tied_sync"],
+        "optimizer": update_s,
+    }
+    for kind, begin_s in begins.items():
+        if spent[kind] > 0:
+            yield Once(kind, begin_s, begin_s + spent[kind])

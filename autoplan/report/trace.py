@@ -30,9 +30,11 @@ STREAMS = {
     "cp": "cp communication",
     "ep": "ep communication",
     "zero": "ZeRO communication",
+    "weight_gather": "ZeRO communication",
     "gradient_sync": "gradient communication",
+    "tied_sync": "gradient communication",
 }
-_STREAM_IDS = {name: i for i, name in enumerate((COMPUTE, *STREAMS.values()))}
+_STREAM_IDS = {name: i for i, name in enumerate(dict.fromkeys((COMPUTE, *STREAMS.values())))}
 _COLOURS = {  # names that chrome://tracing knows; Perfetto colours by name
     "forward": "thread_state_running",
     "backward": "rail_response",

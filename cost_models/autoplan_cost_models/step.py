@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import MemoryItem, Part, Prediction, RegionPlan, StagePrediction, Workload
 from autoplan.schedules import rank_moments, splits_backward
-from autoplan_cost_models.collectives import Span
+from autoplan_cost_models.collectives import Span, sent_bytes
 from autoplan_cost_models.compute import DTYPE_FALLBACKS
 from autoplan_cost_models.rank_memory import StageLoad, micro_batch_bytes, rank_memory
 from autoplan_cost_models.region_cost import CostModel, RegionCost
@@ -70,7 +70,8 @@ def price_plan(
     """
     stages = _price_stages(part, costs, cost_model, workload)
     hops = _hop_seconds(part, stages, cost_model)
-    breakdown = _breakdown(part, stages, hops, _tied_sync_s(part, stages, cost_model, workload))
+    tied = _tied_parameters(part, stages, cost_model, workload)
+    breakdown = _breakdown(part, stages, hops, sum(one.sync_s for one in tied))
     step_s = sum(breakdown.values())
     model_flops = _model_flops(part, stages)
     peak_flops = part.mesh.devices * step_s * peak_flops_per_s(cost_model.profile, workload.dtype)
@@ -84,7 +85,8 @@ def price_plan(
     )
     limit = memory_limit_bytes(cost_model.profile)
     told = (_stage_prediction(stage, limit, part, workload.dtype) for stage in stages)
-    return prediction, tuple(replace(one, hop_s=hop_s) for one, hop_s in zip(told, [*hops, 0.0]))
+    hopping = (replace(one, hop_s=hop_s) for one, hop_s in zip(told, [*hops, 0.0]))
+    return prediction, tuple(_with_tied(one, index, tied) for index, one in enumerate(hopping))
 
 
 def peak_flops_per_s(profile: HardwareProfile, dtype: str) -> float:
@@ -203,11 +205,21 @@ def _weight_gather_s(stages: Sequence[PricedStage]) -> float:
     return max(waits)
 
 
-def _tied_sync_s(
+@dataclass(frozen=True)
+class TiedParameter:
+    """One parameter that several pipeline ranks hold: the stages, and what its reduction between them takes
+    and sends from each of their devices."""
+
+    stages: tuple[int, ...]
+    sync_s: float
+    sent_bytes: float
+
+
+def _tied_parameters(
     part: Part, stages: Sequence[PricedStage], cost_model: CostModel, workload: Workload
-) -> float:
-    """Gradients of a parameter that regions of different layouts on different stages share: one
-    all-reduce between those stages, after the replicas'."""
+) -> list[TiedParameter]:
+    """Gradients of a parameter that regions of different layouts on different ranks share: one
+    all-reduce between those ranks, after the replicas'."""
     homes: dict[str, dict[str, int]] = {}
     sizes: dict[str, int] = {}
     for index, stage in enumerate(stages):
@@ -215,14 +227,25 @@ def _tied_sync_s(
             for use in region.cost.parameters:
                 homes.setdefault(use.source, {}).setdefault(region.layout, index)
                 sizes[use.source] = use.numel if use.trainable else 0
-    total = 0.0
+    found: list[TiedParameter] = []
     for source, by_layout in homes.items():
-        places = sorted(set(by_layout.values()))
-        if len(by_layout) > 1 and len(places) > 1:
-            stride = part.mesh.stage_devices * (places[-1] - places[0])
+        ranks = sorted({index % part.mesh.pp for index in by_layout.values()})
+        if len(by_layout) > 1 and len(ranks) > 1:
+            span = Span(len(ranks), part.mesh.stage_devices * (ranks[-1] - ranks[0]))
             moved = gradient_bytes(sizes[source], workload.dtype) / part_groups(part).shards
-            total += cost_model.collective_s("all_reduce", moved, Span(len(places), stride))
-    return total
+            sync_s = cost_model.collective_s("all_reduce", moved, span)
+            sent = sent_bytes("all_reduce", moved, span.size)
+            found.append(TiedParameter(tuple(sorted(set(by_layout.values()))), sync_s, sent))
+    return found
+
+
+def _with_tied(told: StagePrediction, stage: int, tied: Sequence[TiedParameter]) -> StagePrediction:
+    """A stage's forecast with what it shares with others."""
+    own = [one for one in tied if stage in one.stages and one.sent_bytes]
+    if not own:
+        return told
+    links = {**told.link_bytes, "tied": sum(one.sent_bytes for one in own)}
+    return replace(told, tied_sync_s=sum(one.sync_s for one in own), link_bytes=links)
 
 
 def _model_flops(part: Part, stages: Sequence[PricedStage]) -> float:
@@ -265,6 +288,7 @@ def _stage_prediction(stage: PricedStage, limit_bytes: float, part: Part, dtype:
         recompute_s=seconds.recompute,
         tp_communication_s=seconds.tp_communication,
         gradient_sync_s=seconds.gradient_sync,
+        weight_gather_s=seconds.weight_gather,
         optimizer_s=seconds.optimizer,
         sends_bytes=stage.load.sent_bytes,
         in_flight=stage.in_flight,

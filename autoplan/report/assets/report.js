@@ -66,7 +66,9 @@
     const data = JSON.parse(box.select("script").text()), unit = data.step_s / 1e6;
     const tracks = data.tracks.map((track) => ({
       ...track,
-      blocks: blocks(track).concat(track.once.map(([once, start, end]) => ({ once, start, end }))),
+      blocks: d3.sort(
+        blocks(track).concat(track.once.map(([once, start, end]) => ({ once, start, end }))), (b) => b.start,
+      ),
     }));
     const { left, width, top, row } = data, bottom = top + row * tracks.length;
     const scaled = svg.select(".scaled"), axis = svg.select(".axis"), labels = svg.select(".labels");

@@ -23,7 +23,9 @@ CAUSES: Mapping[str, str] = {
     "cp": "context-parallel communication",
     "ep": "expert-parallel communication",
     "zero": "ZeRO traffic that shows",
+    "weight_gather": "new weights gathered",
     "gradient_sync": "gradient sync",
+    "tied_sync": "shared parameters' gradients",
     "optimizer": "optimizer",
     "bubble": "waiting (bubble)",
 }

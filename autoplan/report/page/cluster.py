@@ -28,6 +28,7 @@ _AXES = {
     "ep": "expert parallel",
     "dp": "replicas (gradients, ZeRO)",
     "pp": "pipeline (activations and their gradients)",
+    "tied": "parameters that stages share (their gradients)",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from autoplan.plan import Plan
 from autoplan.report.markup import Markup, raw, tag
@@ -108,16 +109,16 @@ def _row(track: Track, line: Timeline, y: float, height: float) -> Markup:
     return tag("g", idle, paths, data_rank=track.rank)
 
 
-def pieces(track: Track, line: Timeline) -> Iterator[tuple[str, float, float]]:
+def pieces(track: Track, line: Timeline) -> list[tuple[str, float, float]]:
     """What a rank does, in order: (cause, start, end); compute is named after its direction."""
+    found = [(one.kind, one.start_s, one.end_s) for one in track.once]
     for event in track.events:
         start_s = event.start_s
         parts = line.parts_s(event) or {"compute": event.end_s - event.start_s}
         for cause, part_s in parts.items():
-            yield (direction(event) if cause == "compute" else cause), start_s, start_s + part_s
+            found.append((direction(event) if cause == "compute" else cause, start_s, start_s + part_s))
             start_s += part_s
-    for one in track.once:
-        yield one.kind, one.start_s, one.end_s
+    return sorted(found, key=itemgetter(1))
 
 
 def _merged(boxes: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
