@@ -177,6 +177,7 @@ CASES: tuple[Case, ...] = (
     Case(aten.roll.default, (r(2, 4), [1], [1])),
     Case(aten.tril.default, (r(2, 4, 4),)),
     Case(aten.triu.default, (r(2, 4, 4), 1)),
+    Case(aten.prelu.default, (r(2, 4, 6) - 0.5, r(4))),
     # normalisation
     Case(aten.layer_norm.default, (r(2, 4, 6), [6], r(6), r(6))),
     Case(aten.layer_norm.default, (r(2, 4, 6), [4, 6])),

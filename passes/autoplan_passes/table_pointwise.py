@@ -11,7 +11,7 @@ from typing import Any
 
 from autoplan_passes.calls import Call, first_tensor
 from autoplan_passes.dims import ADDEND, NONLINEAR, Form
-from autoplan_passes.patterns import along, form_from_names, pointwise, reduction
+from autoplan_passes.patterns import along, form_from_names, letters, pointwise, reduction
 from autoplan_passes.rows import Choice, Local, Row
 from autoplan_passes.states import PARTIAL, REPLICATE, State
 
@@ -161,6 +161,7 @@ ROWS: Mapping[str, Row] = {
     "aten.roll": Row(along(lambda call: call.dims("dims"), ADDEND)),
     "aten.tril": Row(along(lambda _: [-2, -1], ADDEND)),
     "aten.triu": Row(along(lambda _: [-2, -1], ADDEND)),
+    "aten.prelu": Row(letters("b c ..., c -> b c ...", NONLINEAR)),
     "aten.layer_norm": Row(_norm_form),
     "aten.rms_norm": Row(_norm_form),
     "aten.group_norm": Row(_group_norm_form, _local_groups),
