@@ -131,11 +131,15 @@ def section(name: str, title: str, *children: Child) -> Markup:
 def picture(
     name: str, title: str, text: str, width: float, height: float, *drawn: Child, links: bool = False
 ) -> Markup:
-    """An SVG with its name and its description for those who do not see it; ``links``: it holds some."""
+    """An SVG with its name and its description for those who do not see it; ``links``: it holds some.
+
+    A narrow one is not blown up to the width of the page.
+    """
     inside = (tag("title", title, id=f"{name}-name"), tag("desc", text, id=f"{name}-text"), drawn)
     drawing = tag(
         "svg", inside, viewBox=f"0 0 {width:g} {height:g}", role="group" if links else "img", class_="chart",
         aria_labelledby=f"{name}-name", aria_describedby=f"{name}-text", id=f"{name}-picture",
+        style=f"max-width: {1.15 * width:.0f}px",
     )  # fmt: skip
     return tag("div", drawing, class_="frame")
 

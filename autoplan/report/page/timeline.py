@@ -181,7 +181,7 @@ def _table(line: Timeline, mark: str) -> Markup:
     rows = [
         [
             f"stage {', '.join(map(str, track.stages))}",
-            track.label,
+            tag("span", track.label, class_="n"),
             *(seconds(one.get(cause, 0.0), mark) for cause in causes),
             f"{one['bubble'] / line.step_s:.1%}",
         ]
