@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 RECOMPUTE = ("none", "selective", "full")
 AXES = ("pp", "dp", "cp", "tp")
+FUSE = ("all", "keep_logits", "off")
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
 
 
@@ -116,7 +117,8 @@ class Layout:
     """Placements of one region class on every axis inside a region.
 
     ``axes`` holds an entry for each of ``cp``, ``ep`` and ``tp`` above 1; they apply in that order, each to
-    the local graph that the one before left. ``kernels`` are fused kernels used.
+    the local graph that the one before left. ``kernels`` are the fusions of the region's graph, made before
+    it is cut; ``unfused`` says what could have been fused and why it was not.
     Bytes are those of one micro-batch on one device; ``output_bytes`` is what the next region receives.
     """
 
@@ -129,6 +131,7 @@ class Layout:
     replicated_ops: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     output_bytes: float = 0.0
+    unfused: tuple[str, ...] = ()
 
     def on(self, axis: str) -> AxisLayout:
         """The layout on one axis; of size 1 where the axis is not used."""
@@ -209,6 +212,8 @@ class Part:
 
     Each rank of the pp axis runs ``vpp`` stages: stage s is on rank s % pp. ``zero_shard`` is the number of
     replicas over which ZeRO divides its states (the rest hold copies: HSDP); 0 divides over all of them.
+    ``fuse``: every fusion that the chip has a kernel for, all but the output layer's into its loss
+    (``keep_logits``), or none (``off``).
     """
 
     name: str
@@ -220,6 +225,7 @@ class Part:
     stages: tuple[Stage, ...]
     vpp: int = 1
     zero_shard: int = 0
+    fuse: str = "all"
 
     @property
     def zero_text(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoplan_passes import collectives, dispatch, grouped, ring
+from autoplan_passes import collectives, dispatch, fused_loss, fused_ops, grouped, ring
 
 aten = torch.ops.aten
 D = torch.float64
@@ -270,6 +270,20 @@ CASES: tuple[Case, ...] = (
     Case(ring.ring_attention, (r(2, 8, 4, 2), r(2, 4, 4, 2), r(2, 4, 4, 2), None, True, 0.5, True, "cp")),
     Case(ring.ring_attention, (r(2, 8, 4, 2), r(2, 1, 4, 2), r(2, 1, 4, 2), None, False, 0.5, True, "cp")),
     Case(grouped.grouped_product, (r(6, 4), r(3, 4, 8), torch.tensor([2, 2, 6], dtype=torch.int32))),
+    # fused
+    Case(fused_ops.fused_rms_norm, (r(2, 4, 6), r(6), 1e-3)),
+    Case(fused_ops.fused_layer_norm, (r(2, 4, 6), r(6), r(6), 1e-3)),
+    Case(fused_ops.fused_add_rms_norm, (r(2, 4, 6), r(2, 4, 6), r(6), 1e-3), item=0),
+    Case(fused_ops.fused_add_rms_norm, (r(2, 4, 6), r(2, 4, 6), r(6), 1e-3), item=1),
+    Case(fused_ops.fused_add_layer_norm, (r(2, 4, 6), r(2, 4, 6), r(6), r(6), 1e-3), item=0),
+    Case(fused_ops.fused_swiglu, (r(2, 4, 6), r(2, 4, 6))),
+    Case(fused_ops.fused_geglu, (r(2, 4, 6), r(2, 4, 6), "tanh")),
+    Case(fused_ops.fused_rotary, (r(2, 4, 6, 8), r(1, 1, 6, 8), r(2, 1, 6, 8))),
+    Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), torch.tensor([1, 7, -100, 0]), -100, 0.1, 1, 3)),
+    Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), ids(8, 4), -100, 0.0, 0, 2)),
+    Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), ids(8, 4), -100, 0.0, 2, 9)),
+    Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), ids(8, 4), -100, 0.1, 1, 2, "cp")),
+    Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), ids(8, 4), -100, 0.1, 1, 2, "", "cp")),
     # to the experts and back
     Case(dispatch.route, (torch.tensor([2, 2, 6]), r(6, 4), "ep")),
     Case(dispatch.dispatch, (r(4, 6), torch.tensor([[4], [4]]), torch.tensor([2, 0, 3, 1]), "ep")),

@@ -14,6 +14,7 @@ from autoplan.errors import BadInputError
 from autoplan.hardware import load_profile
 from autoplan.plan import Plan
 from autoplan.planner.driver import search_plan
+from autoplan.planner.fusion_space import fused_kernels
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.report.numbers import SUM, Number, Numbers
 from autoplan_cost_models import CostModel
@@ -28,7 +29,8 @@ PINS = {
 @pytest.fixture(scope="module")
 def costs() -> ModelCosts:
     capture = capture_model(MODEL, dtype="fp32", sizes={})
-    return ModelCosts(capture, CostModel(load_profile("a100-80"), capture.dtype), lambda _: None)
+    profile = load_profile("a100-80")
+    return ModelCosts(capture, CostModel(profile, capture.dtype), lambda _: None, fused_kernels(profile))
 
 
 @pytest.fixture(scope="module", params=PINS)

@@ -18,7 +18,17 @@ from autoplan_cost_models import CostModel
 
 MODELS = Path(__file__).parent / "models"
 MODEL = MODELS / "tiny_gpt.py"
-PINNED = ("pp=2", "dp=2", "tp=1", "zero=0", "micro_batch=2", "recompute=full", "schedule=1f1b", "vpp=1")
+PINNED = (
+    "pp=2",
+    "dp=2",
+    "tp=1",
+    "zero=0",
+    "micro_batch=2",
+    "recompute=full",
+    "schedule=1f1b",
+    "vpp=1",
+    "fuse=off",
+)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.plan import Certificate, ModelIdentity, Plan, Workload
 from autoplan.planner.context_space import context_options
 from autoplan.planner.expert_space import with_experts
+from autoplan.planner.fusion_space import fused_kernels, with_fusions
 from autoplan.planner.infeasible import infeasible_message
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Pricing
@@ -122,7 +123,7 @@ def search_capture(
     """The best plan for a captured model; ``costs`` are those of an earlier search of it, if any."""
     _require_trainable(capture)
     capture_s = 0.0 if costs else capture.capture_s
-    costs = costs or ModelCosts(capture, CostModel(profile, capture.dtype), say)
+    costs = costs or ModelCosts(capture, CostModel(profile, capture.dtype), say, fused_kernels(profile))
     spent_before_s = costs.spent_s
     require_pinned_regions(pins, [region.name for region in costs.regions])
     if request.optimizer is None:
@@ -255,7 +256,8 @@ class Finder:
                 contexts=contexts,
                 node=self.profile.devices_per_node,
             )
-            return with_experts(found, self.costs.expert_degrees, pins, self.profile.devices_per_node)
+            found = with_experts(found, self.costs.expert_degrees, pins, self.profile.devices_per_node)
+            return with_fusions(found, self.costs.fused_kernels, pins)
         except BadInputError as error:
             if not self.capture.coupled_at:
                 raise

@@ -10,7 +10,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,9 +18,10 @@ from torch import fx
 
 from autoplan.capture.program import Capture
 from autoplan.errors import BadInputError
-from autoplan.plan import Layout
+from autoplan.plan import FUSE, Layout
 from autoplan.planner.boundaries import mark_dims, token_boundaries
 from autoplan.planner.context import Context, joined
+from autoplan.planner.fusion_space import kernels_at
 from autoplan.planner.layout import (
     WHOLE,
     Boundary,
@@ -35,6 +36,7 @@ from autoplan.regions import Region, find_regions, region_graph
 from autoplan_cost_models.between import work_between
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
 from autoplan_passes.experts import expert_layout, find_expert_chains
+from autoplan_passes.fuse import Fused, described, fuse
 from autoplan_passes.shard import dry_groups, shard_region
 from autoplan_passes.stages import capture_loss
 from autoplan_passes.states import State, parse_state
@@ -51,9 +53,18 @@ class Measured:
 class ModelCosts:
     """Measures lazily and remembers; everything is per region class, never per region."""
 
-    def __init__(self, capture: Capture, cost_model: CostModel, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        cost_model: CostModel,
+        say: Callable[[str], None],
+        kernels: Sequence[str] = (),
+    ) -> None:
+        """``kernels``: the chip's fused ones (:func:`autoplan.planner.fusion_space.fused_kernels`)."""
         self.capture = capture
         self.cost_model = cost_model
+        self.kernels = tuple(kernels)
+        self._less_fused: dict[str, ModelCosts] = {}
         self.regions = find_regions(capture)
         self.classes: dict[str, Region] = {}
         for region in self.regions:
@@ -62,7 +73,7 @@ class ModelCosts:
         self.spent_s = 0.0
         self._timing = False
         self._say = say
-        self._graphs: dict[tuple[str, int], fx.GraphModule] = {}
+        self._graphs: dict[tuple[str, int], Fused] = {}
         self._measured: dict[tuple[str, Inside], Measured] = {}
         self._tied = _parameters_of_several_classes(self.regions)
         self._pinned: dict[tuple[str, Inside], State] = {}
@@ -80,13 +91,35 @@ class ModelCosts:
         """The same layouts and measured work at other prices."""
         other = copy.copy(self)
         other.cost_model, other._costs = cost_model, {}
+        other._less_fused = {fuse: costs.repriced(cost_model) for fuse, costs in self._less_fused.items()}
         return other
 
-    def _graph(self, class_id: str, batch: int) -> fx.GraphModule:
-        """The class's graph at one micro-batch."""
+    def _fused(self, class_id: str, batch: int) -> Fused:
+        """The class's graph at one micro-batch, with what the chip has kernels for fused."""
         if (class_id, batch) not in self._graphs:
-            self._graphs[class_id, batch] = region_graph(self.capture, self.classes[class_id], batch)
+            graph = region_graph(self.capture, self.classes[class_id], batch)
+            self._graphs[class_id, batch] = fuse(graph, self.kernels)
         return self._graphs[class_id, batch]
+
+    def _graph(self, class_id: str, batch: int) -> fx.GraphModule:
+        return self._fused(class_id, batch).graph
+
+    @property
+    def fused_kernels(self) -> frozenset[str]:
+        """The kernels that some region can use."""
+        return frozenset(name for class_id in self.classes for name in self._kernels_of(class_id))
+
+    def _kernels_of(self, class_id: str) -> tuple[str, ...]:
+        return self._fused(class_id, self._batch).kernels
+
+    def _at(self, inside: Inside) -> tuple[ModelCosts, Inside]:
+        """The costs at a level of fusion, which differ in their graphs alone."""
+        if inside.fuse == FUSE[0]:
+            return self, inside
+        if inside.fuse not in self._less_fused:
+            fewer = kernels_at(self.kernels, inside.fuse)
+            self._less_fused[inside.fuse] = ModelCosts(self.capture, self.cost_model, self._say, fewer)
+        return self._less_fused[inside.fuse], replace(inside, fuse=FUSE[0])
 
     def _base_graph(self, class_id: str) -> fx.GraphModule:
         return self._graph(class_id, self._batch)
@@ -134,12 +167,19 @@ class ModelCosts:
         return {c: [chain.experts for chain in found] for c, found in chains.items() if found}
 
     def _own(self, class_id: str, inside: Inside) -> Inside:
-        """A class without experts is the same at every ep."""
-        return inside if class_id in self._experts else replace(inside, ep=1)
+        """A class without experts is the same at every ep, one with nothing less to fuse at every level."""
+        inside = inside if class_id in self._experts else replace(inside, ep=1)
+        sharing = [c for c in self._order(class_id) if c in self.classes]
+        lost = any(set(self._kernels_of(c)) - {*kernels_at(self.kernels, inside.fuse)} for c in sharing)
+        return inside if lost else replace(inside, fuse=FUSE[0])
 
     def measured(self, class_id: str, inside: Inside) -> Measured:
         """The class's best layout under ``inside`` and its measured work."""
         inside = self._own(class_id, inside)
+        if inside.fuse != FUSE[0]:
+            with self._timed():
+                other, plain = self._at(inside)
+                return other.measured(class_id, plain)
         if (class_id, inside) not in self._measured:
             with self._timed():
                 for other in self._order(class_id):
@@ -164,6 +204,9 @@ class ModelCosts:
     def cost(self, class_id: str, inside: Inside, micro_batch: int) -> RegionCost:
         """The class's cost at a micro-batch."""
         inside = self._own(class_id, inside)
+        if inside.fuse != FUSE[0]:
+            other, plain = self._at(inside)
+            return other.cost(class_id, plain, micro_batch)
         key = (class_id, inside, micro_batch)
         if key not in self._costs:
             work = self._work_at(class_id, inside, micro_batch)
@@ -180,8 +223,12 @@ class ModelCosts:
         found, work = self.measured(class_id, inside), self._work_at(class_id, inside, micro_batch)
         steps = work.steps_to(micro_batch)
         sizes = [(form, form.size.at(steps)) for form in work.collectives]
+        other, _ = self._at(self._own(class_id, inside))
+        fused = other._fused(class_id, self._batch)
         return replace(
             found.layout,
+            kernels=fused.kernels,
+            unfused=described(fused.missed),
             collective_bytes_forward=sum(form.forward * size for form, size in sizes),
             collective_bytes_backward=sum(form.backward * size for form, size in sizes),
             output_bytes=self.cost(class_id, inside, micro_batch).output_bytes,
@@ -244,7 +291,9 @@ class ModelCosts:
     def _work_at(self, class_id: str, inside: Inside, micro_batch: int) -> RegionWork:
         """The work from which one micro-batch is priced: measured there where samples are paired with one
         another (sizes then grow with the square of the batch), else linear from two others."""
-        inside = self._own(class_id, inside)
+        other, inside = self._at(self._own(class_id, inside))
+        if other is not self:
+            return other._work_at(class_id, inside, micro_batch)
         found = self.measured(class_id, inside)
         if not self.capture.coupled_at:
             return found.work

@@ -18,6 +18,7 @@ from autoplan.hardware import load_profile
 from autoplan.plan import Mesh, Part
 from autoplan.planner.chain import Cut
 from autoplan.planner.driver import Finder, Request
+from autoplan.planner.fusion_space import fused_kernels
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Priced, Pricing
 from autoplan.planner.solve import first_cuts
@@ -73,7 +74,9 @@ class Pricer:
         self.request = Request(where, hw, devices, global_batch, dtype, optimizer, sizes, (), tuple(opaque))
         say(f"tracing {where}")
         self.capture = capture_model(source, dtype=dtype, sizes=sizes or {}, opaque=opaque)
-        self.costs = ModelCosts(self.capture, CostModel(self.profile, self.capture.dtype), say)
+        self.costs = ModelCosts(
+            self.capture, CostModel(self.profile, self.capture.dtype), say, fused_kernels(self.profile)
+        )
         self._say = say
 
     def price(

@@ -148,6 +148,7 @@ class Pricing:
             stages=tuple(stages),
             vpp=candidate.vpp,
             zero_shard=candidate.zero_shard,
+            fuse=candidate.fuse,
         )
         by_layout = {
             self.costs.names[class_id]: self._cost(class_id, candidate) for class_id in self.costs.classes

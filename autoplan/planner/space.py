@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from autoplan.errors import BadInputError
-from autoplan.plan import RECOMPUTE, SCHEDULES, Mesh, RegionPlan
+from autoplan.plan import FUSE, RECOMPUTE, SCHEDULES, Mesh, RegionPlan
 from autoplan.planner import pipelines
 from autoplan.region_runs import expand_range, fold_regions
 from autoplan_cost_models.collectives import Span
@@ -52,6 +52,7 @@ class Pins:
     recompute: str | None = None
     schedule: str | None = None
     vpp: int | None = None
+    fuse: str | None = None
     regions: tuple[tuple[str, str], ...] = ()
 
     def recompute_of(self, region: str) -> str | None:
@@ -67,7 +68,8 @@ class Inside:
     """How regions are cut over the ranks that share one micro-batch: the key of a region's layout.
 
     ``sp``: activations between regions are cut along the sequence on tp. ``cp_kind`` is how attention
-    runs on cp. What does not apply stays at its default, so that equal layouts have equal keys.
+    runs on cp; ``fuse`` what is fused (:data:`autoplan.plan.FUSE`). What does not apply stays at its default,
+    so that equal layouts have equal keys.
     """
 
     tp: int = 1
@@ -75,6 +77,7 @@ class Inside:
     ep: int = 1
     sp: bool = False
     cp_kind: str = ""
+    fuse: str = "all"
 
     @property
     def spans(self) -> dict[str, Span]:
@@ -105,6 +108,7 @@ class Candidate:
     vpp: int = 1
     sp: bool = False
     cp_kind: str = ""
+    fuse: str = "all"
 
     @property
     def groups(self) -> ZeroGroups:
@@ -115,7 +119,7 @@ class Candidate:
     def inside(self) -> Inside:
         """The part of the candidate that decides layouts."""
         mesh = self.mesh
-        return Inside(mesh.tp, mesh.cp, mesh.ep, self.sp, self.cp_kind)
+        return Inside(mesh.tp, mesh.cp, mesh.ep, self.sp, self.cp_kind, self.fuse)
 
 
 def parse_pins(texts: Sequence[str]) -> Pins:
@@ -154,6 +158,8 @@ def _plain_value(text: str, key: str, value: str) -> int | str:
         return _choice(text, value, SCHEDULES)
     if key == "cp_kind":
         return _choice(text, value, CP_KINDS)
+    if key == "fuse":
+        return _choice(text, value, FUSE)
     if key == "sp":
         return int(_choice(text, value, ("0", "1")))
     if not value.isdigit() or (int(value) == 0 and key != "zero"):

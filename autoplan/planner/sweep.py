@@ -19,6 +19,7 @@ from autoplan.errors import AutoplanError, BadInputError
 from autoplan.hardware import load_profile
 from autoplan.plan import Plan
 from autoplan.planner.driver import Request, search_capture
+from autoplan.planner.fusion_space import fused_kernels
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.space import parse_pins, require_counts
 from autoplan_cost_models import CostModel
@@ -127,7 +128,9 @@ class _Searches:
             capture = self._capture(dtype, sizes)
             key = (id(capture), profile.name)
             if key not in self._costs:
-                self._costs[key] = ModelCosts(capture, CostModel(profile, capture.dtype), self._say)
+                self._costs[key] = ModelCosts(
+                    capture, CostModel(profile, capture.dtype), self._say, fused_kernels(profile)
+                )
             pins, start = parse_pins(request.pins), time.perf_counter()
             plan = search_capture(
                 capture, profile, request, pins, [], start, self._say, costs=self._costs[key]

@@ -15,6 +15,7 @@ from autoplan.errors import AutoplanError
 from autoplan.hardware import CollectiveFit, HardwareProfile, Quantity
 from autoplan.plan import Plan
 from autoplan.planner.driver import Request, search_capture
+from autoplan.planner.fusion_space import fused_kernels
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.space import parse_pins
 from autoplan_cost_models import CostModel
@@ -42,7 +43,7 @@ class WhatIf:
         self, plan: Plan, capture: Capture, profile: HardwareProfile, say: Callable[[str], None]
     ) -> None:
         self.plan, self.capture, self.profile, self._say = plan, capture, profile, say
-        self.costs = ModelCosts(capture, CostModel(profile, capture.dtype), say)
+        self.costs = ModelCosts(capture, CostModel(profile, capture.dtype), say, fused_kernels(profile))
         self._answers: dict[object, Answer] = {}
 
     def pinned(self, *pins: str) -> Answer:

@@ -323,7 +323,9 @@ def inside_of(plan: Plan) -> Inside:
     """How the plan's regions are cut."""
     mesh = plan.parts[0].mesh
     kind = context_kind(plan) if mesh.cp > 1 else ""
-    return Inside(mesh.tp, mesh.cp, mesh.ep, mesh.tp > 1 and is_sequence_parallel(plan), kind)
+    return Inside(
+        mesh.tp, mesh.cp, mesh.ep, mesh.tp > 1 and is_sequence_parallel(plan), kind, plan.parts[0].fuse
+    )
 
 
 def _said(quantity: Quantity) -> str:

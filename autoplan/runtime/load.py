@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ def build_stage(
     that can be sharded: those at the paths of ``shared`` that are no single numbers (None: as in the model).
     """
     vars(module)["DEVICE"] = place.device
+    if place.device.type != "cpu":  # where the stage's fused ops look for them
+        importlib.import_module("autoplan_codegen.kernels")
     with torch.device("meta"):
         stage: nn.Module = module.Stage()
     for row in source.parameters:

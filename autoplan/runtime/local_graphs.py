@@ -20,6 +20,7 @@ from autoplan.schedules import splits_backward
 from autoplan_codegen.stage import GraphKey
 from autoplan_passes.calls import output_nodes, shape_of
 from autoplan_passes.fuel import Fuel
+from autoplan_passes.fuse import fused_region
 from autoplan_passes.regather import regather
 from autoplan_passes.shard import AxisStep, shard_region
 from autoplan_passes.split_backward import defer_weight_gradients
@@ -72,14 +73,15 @@ def local_graph(
     """
     part = plan.parts[0]
     graph = region_graph(capture, call.region, part.micro_batch)
-    for rewrite in passes:
-        graph = rewrite(graph)
     if call.layout and call.layout not in plan.layouts:
         raise BadPlanError(
             f"Region {call.region.name} uses the layout {call.layout!r}, which the plan does not hold "
             f"(it has {', '.join(plan.layouts) or 'none'}). Search again: autoplan search MODEL.py"
         )
     layout = plan.layouts.get(call.layout) or Layout(call.region.class_id)
+    graph = fused_region(graph, layout.kernels)
+    for rewrite in passes:
+        graph = rewrite(graph)
     if capture.dtype != plan.workload.dtype:
         for axis, placed in layout.axes.items():
             layout = layout.replace_axis(axis, with_casts_of(graph, placed))

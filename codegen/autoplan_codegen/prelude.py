@@ -13,10 +13,18 @@ import re
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
-from autoplan_passes import collectives, deferred, dispatch, grouped, ring
+from autoplan_passes import collectives, deferred, dispatch, fused_loss, fused_ops, grouped, ring
 
 # A module uses those before it.
-PRELUDE_MODULES: tuple[ModuleType, ...] = (collectives, ring, dispatch, grouped, deferred)
+PRELUDE_MODULES: tuple[ModuleType, ...] = (
+    collectives,
+    ring,
+    dispatch,
+    grouped,
+    deferred,
+    fused_ops,
+    fused_loss,
+)
 # What whoever runs a stage calls, by the modules whose functions need it.
 COMPANIONS = {("bind",): (collectives, ring, dispatch), ("take_deferred", "run_deferred"): (deferred,)}
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from autoplan.regather import regathering_products
 from autoplan_cost_models.contractions import ATTENTION
+from autoplan_cost_models.fused_kernels import LINEAR_LOSS, SUMMING, loss_workspace_bytes
 from autoplan_cost_models.node_facts import differentiable_nodes, node_bytes, op_name, outputs_of
 from autoplan_cost_models.tensor_names import LOSSES
 from autoplan_cost_models.traffic import is_free
@@ -144,6 +145,7 @@ def _run_backward(node: fx.Node, needing: frozenset[fx.Node], gradients: _Gradie
     """Make the gradients of the node's inputs; bytes of temporaries that die with this step."""
     temporary = _workspace_bytes(node)
     hands_on = is_free(node) or op_name(node) in ("add", "sub", "copy_to", "reduce_from")
+    made: fx.Node | None = None  # an input whose gradient is new
     for source in dict.fromkeys(node.all_input_nodes):
         if source not in needing:
             continue
@@ -153,8 +155,11 @@ def _run_backward(node: fx.Node, needing: frozenset[fx.Node], gradients: _Gradie
             temporary += 0 if is_parameter and same_buffer else node_bytes(source)
         elif same_buffer:
             gradients.share(node, source)
+        elif made is not None and op_name(node) in SUMMING and node_bytes(made) == node_bytes(source):
+            gradients.share(made, source)
         else:
             gradients.allocate(source)
+            made = source
     return temporary
 
 
@@ -170,6 +175,8 @@ def _workspace_bytes(node: fx.Node) -> int:
         return node_bytes(node.all_input_nodes[0])
     if name in LOSSES and node.all_input_nodes:
         return node_bytes(node.all_input_nodes[0])
+    if name == LINEAR_LOSS:
+        return loss_workspace_bytes(node)
     if name in ATTENTION:
         return 4 * outputs_of(node.all_input_nodes[0])[0].numel()
     return 0

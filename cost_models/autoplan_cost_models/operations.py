@@ -20,6 +20,7 @@ from autoplan_cost_models.contractions import (
     refuse_unpriced_contraction,
 )
 from autoplan_cost_models.execution import EAGER, Execution
+from autoplan_cost_models.fused_kernels import LINEAR_LOSS, SUMMING, fused_costs
 from autoplan_cost_models.fusion import fused
 from autoplan_cost_models.kernels import CollectiveCall, Kernel, Kind, Operation
 from autoplan_cost_models.node_facts import (
@@ -47,7 +48,7 @@ PURE_COLLECTIVES: dict[str, bool] = {
 # Small kernels that work out where rows go, and about how often they read or write a number a row.
 ROUTING_LAUNCHES, ROUTING_PASSES = 16, 8
 LINEARS = frozenset(["linear", "addmm", "_grouped_mm"])
-LOSSES = frozenset(["cross_entropy_loss", "vocab_cross_entropy", "nll_loss_forward"])
+LOSSES = frozenset(["cross_entropy_loss", "vocab_cross_entropy", "nll_loss_forward", LINEAR_LOSS])
 # Node names given to work that belongs to no node.
 GRADIENT_SUMS = "gradient sums"
 
@@ -92,7 +93,10 @@ def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
         calls_backward = ()  # with the first of its products, which compute meanwhile
     calls_backward += _beside(node, needing)
     kind: Kind
-    if is_contraction(node):
+    fused_op = fused_costs(node, needing)
+    if fused_op is not None:
+        kind, forward, backward = fused_op
+    elif is_contraction(node):
         kind, forward, backward = contraction_kernels(node, needing)
     else:
         refuse_unpriced_contraction(node)
@@ -177,7 +181,7 @@ def _gradient_sums(
             continue
         users = {part_of.get(user, user) for user in node.users if user in needing}
         extra = len(users - {part_of.get(node, node)}) - 1
-        if extra > 0 and op_name(node) != "getitem":
+        if extra > 0 and op_name(node) != "getitem" and op_name(node) not in SUMMING:
             traffic = 3.0 * node_bytes(node) * extra
             later = all(deferred_weight(user) is node for user in node.users)
             kernels.append(Kernel("memory", kernel_dtype(node), traffic, launches=extra, deferrable=later))

@@ -59,6 +59,11 @@ def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
     return comm.wait_tensor(comm.all_reduce(x.contiguous(), how, group.group_name))
 
 
+def reduced(x: Tensor, axis: str, how: str = "sum") -> Tensor:
+    """The ``sum`` or ``max`` over all ranks, without gradient."""
+    return _all_reduce(x, axis, how)
+
+
 def gather_whole(
     x: Tensor, dim: int, axis: str, sections: Sequence[int] = (), zigzag: bool = False
 ) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoplan_passes import collectives, ring
+from autoplan_passes import collectives, fused_loss, ring
 from autoplan_passes.calls import Call, first_tensor
 from autoplan_passes.states import State
 
@@ -55,6 +55,18 @@ def _position_entropy_arguments(call: Call, _output: State, axis: str) -> tuple[
 
 def _vocab_position_arguments(call: Call, _output: State, axis: str) -> tuple[Any, ...]:
     return (*call.arguments.values(), axis)
+
+
+def _rows_of_loss_arguments(call: Call, _output: State, axis: str) -> tuple[Any, ...]:
+    return tuple(
+        {**call.arguments, "positions": axis, "vocabulary": call.arguments.get("vocabulary", "")}.values()
+    )
+
+
+def _vocabulary_of_loss_arguments(call: Call, _output: State, axis: str) -> tuple[Any, ...]:
+    return tuple(
+        {**call.arguments, "positions": call.arguments.get("positions", ""), "vocabulary": axis}.values()
+    )
 
 
 def _one_count_sent(_call: Call) -> tuple[Sent, ...]:
@@ -111,6 +123,12 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         collectives.vocab_position_cross_entropy, _vocab_position_arguments, _cross_entropy_sent
     ),
     "hide_classes": Implementation(collectives.hide_classes, _hide_arguments, _nothing_sent),
+    "position_linear_cross_entropy": Implementation(
+        fused_loss.linear_cross_entropy, _rows_of_loss_arguments, _one_count_sent
+    ),
+    "vocab_linear_cross_entropy": Implementation(
+        fused_loss.linear_cross_entropy, _vocabulary_of_loss_arguments, _cross_entropy_sent
+    ),
     "sliced_dropout": Implementation(collectives.sliced_dropout, _dropout_arguments, _nothing_sent),
     "ring_attention": Implementation(ring.ring_attention, _ring_arguments, _ring_sent),
 }

@@ -28,6 +28,7 @@ SAVED_OPS: tuple[str, ...] = (
 
 SAVED_OWN_OPS = {
     "ring_attention": "autoplan.ring_forward.default",
+    "linear_cross_entropy": "autoplan.logit_sums.default",
     "grouped_product": "autoplan.grouped_product.default",
 }
 """Ops that the functions of ``autoplan_passes`` define where they are used, saved too."""

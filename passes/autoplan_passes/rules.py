@@ -17,6 +17,7 @@ from autoplan_passes import (
     table_contractions,
     table_dims,
     table_experts,
+    table_fused,
     table_indexing,
     table_pointwise,
 )
@@ -33,6 +34,7 @@ ROWS: dict[str, Row] = {
     **table_indexing.ROWS,
     **table_collectives.ROWS,
     **table_experts.ROWS,
+    **table_fused.ROWS,
 }
 
 

@@ -13,7 +13,7 @@ from autoplan_passes.calls import Call
 from autoplan_passes.dims import ADDEND, FACTOR, NONLINEAR, Dims, Form
 from autoplan_passes.patterns import form_from_names, letters
 from autoplan_passes.rows import Choice, Local, Row
-from autoplan_passes.states import PARTIAL, REPLICATE, shard
+from autoplan_passes.states import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRADIENT, shard
 
 PATTERNS = {
     "aten.linear": "... i, o i, +o -> ... o",
@@ -201,6 +201,25 @@ def _cut_classes_of_positions(_call: Call, _size: int) -> Iterable[Choice]:
     return [Choice((shard(1), REPLICATE), REPLICATE, "vocab_position_cross_entropy")]
 
 
+def _logits_inside_form(call: Call) -> Form | None:
+    """Rows may be cut, once: each rank sums over its own."""
+    if call.arguments.get("positions"):
+        return None
+    return letters(f"n h!, c! h!, n -> {'n' if call.output else ''}", NONLINEAR)(call)
+
+
+def _rows_of_loss(call: Call) -> str:
+    return "position_linear_cross_entropy" if call.arguments["reduction"] == 1 else "local"
+
+
+def _cut_vocabulary(call: Call, _size: int) -> Iterable[Choice]:
+    """Each rank has the logits of its classes, once; rows meet all of them, so their gradient is partial."""
+    if call.arguments.get("vocabulary"):
+        return []
+    inputs = (REPLICATE_PARTIAL_GRADIENT, shard(0), REPLICATE)
+    return [Choice(inputs, REPLICATE, "vocab_linear_cross_entropy")]
+
+
 def _mean_square_form(call: Call) -> Form | None:
     """A loss over all elements: averaged, summed, or left elementwise."""
     if call.shapes[0] != call.shapes[1]:
@@ -233,6 +252,9 @@ ROWS: Mapping[str, Row] = {
         _cross_entropy_form, special=_cut_classes, cut_implementation=_cross_entropy_parts
     ),
     "position_cross_entropy": Row(None, special=_cut_classes_of_positions),
+    "linear_cross_entropy": Row(
+        _logits_inside_form, special=_cut_vocabulary, cut_implementation=_rows_of_loss
+    ),
     "aten.mse_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
     "aten.l1_loss": Row(_mean_square_form, cut_implementation=_mean_loss),
 }
