@@ -97,9 +97,9 @@ def test_run_starts_every_rank_and_returns_the_scripts_exit_code(tmp_path: Path)
 _RUN = """
 import argparse, sys
 from autoplan_codegen.script import ScriptRewrite
-from autoplan.cli import apply, run
+from autoplan.cli import run
 plan, script, body = sys.argv[1:]
-apply.rewritten = lambda *_: ScriptRewrite(body, "")
+run.rewritten = lambda *_: ScriptRewrite(body, "")
 parser = argparse.ArgumentParser()
 run.add_parser(parser.add_subparsers())
 args = parser.parse_args(["run", plan, script, "--", "--steps"])

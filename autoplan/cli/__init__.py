@@ -23,6 +23,7 @@ COMMANDS = (
     "check",
     "apply",
     "run",
+    "weights",
     "explain",
     "export",
     "price",

@@ -23,6 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="default: train_autoplan.py beside it"
     )
+    add_kept(parser)
     parser.add_argument("--hw", help="the chip's profile, where the plan's own name for it is not known")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     profile = load_profile(args.hw or plan.hardware)
     warn_of_old_forecast(plan, profile)
     output = args.output or args.script.parent / f"{args.script.stem}_autoplan.py"
-    rewrite = rewritten(args.script, args.plan, output)
+    rewrite = rewritten(args.script, args.plan, output, args)
     if output.resolve() == args.script.resolve():
         raise BadInputError(f"{output} is the script itself: give another file with -o.")
     write_file(output, rewrite.text, "Give another file with -o.")
@@ -55,9 +56,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def rewritten(script: Path, plan_path: Path, output: Path) -> ScriptRewrite:
+def add_kept(parser: argparse.ArgumentParser) -> None:
+    """Options for what a run keeps: checkpoints, where to go on, the weights to begin with."""
+    parser.add_argument("--save", default="", metavar="DIR", help="write checkpoints into this folder")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="batches between them")
+    parser.add_argument(
+        "--resume", default="", metavar="DIR", help="go on from a checkpoint, or the newest in a folder"
+    )
+    parser.add_argument("--weights", default="", metavar="DIR", help="begin with these safetensors weights")
+
+
+def rewritten(script: Path, plan_path: Path, output: Path, args: argparse.Namespace) -> ScriptRewrite:
     """The script rewritten for the plan at ``plan_path``; nothing is written."""
     from autoplan_codegen.script import rewrite_script
+    from autoplan_codegen.script_checkpoints import Kept
+
+    if args.save_every < 1:
+        raise BadInputError(f"--save-every {args.save_every}: expected 1 or more.")
+    kept = Kept(args.save, args.save_every, args.resume, args.weights)
 
     try:
         with tokenize.open(script) as file:
@@ -66,5 +82,10 @@ def rewritten(script: Path, plan_path: Path, output: Path) -> ScriptRewrite:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise BadInputError(f"cannot read the training script {script}: {reason}.") from None
     return rewrite_script(
-        source, name=str(script), plan_path=str(plan_path), output_name=str(output), folder=script.parent
+        source,
+        name=str(script),
+        plan_path=str(plan_path),
+        output_name=str(output),
+        folder=script.parent,
+        kept=kept,
     )

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.cli.apply import add_kept, rewritten
 from autoplan.cli.progress import output_to_stderr
 from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
@@ -25,6 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("plan", type=Path, metavar="plan.yaml")
     parser.add_argument("script", type=Path, metavar="train.py")
     parser.add_argument("arguments", nargs="*", metavar="ARG", help="for the script; put `--` before options")
+    add_kept(parser)
     parser.add_argument("--hw", help="the chip's profile, where the plan's own name for it is not known")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.set_defaults(run=run)
@@ -32,7 +34,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rewrite into a file that goes away, start one process a device; the script's own exit code."""
-    from autoplan.cli.apply import rewritten
     from autoplan.cli.launch import launch_of
     from autoplan.cli.old_forecast import warn_of_old_forecast
     from autoplan.hardware import load_profile
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     warn_of_old_forecast(plan, profile)
     launch = launch_of(plan, profile)
     _require_devices(launch, profile, args)
-    rewrite = rewritten(args.script, args.plan.resolve(), args.script)
+    rewrite = rewritten(args.script, args.plan.resolve(), args.script, args)
     with tempfile.TemporaryDirectory(
         prefix=f".{args.script.stem}_", dir=_writable(args.script.parent)
     ) as folder:

@@ -7,6 +7,7 @@ What pins leave open is filled in by the fastest choice whose stages are balance
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from autoplan.capture import capture_model
 from autoplan.capture.source import ModelSource
 from autoplan.errors import BadInputError
-from autoplan.hardware import load_profile
+from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.plan import Mesh, Part
 from autoplan.planner.chain import Cut
 from autoplan.planner.driver import Finder, Request
@@ -86,10 +87,12 @@ class Pricer:
         devices: int | None = None,
         global_batch: int | None = None,
         stage_layers: Sequence[int] = (),
+        cut: Cut | None = None,
     ) -> Quote:
         """The price under ``pins``; BadInputError for pins that are against the rules.
 
         ``stage_layers`` fixes how many blocks each stage holds; the pins then say what they recompute.
+        ``cut`` fixes stages and recompute region by region.
         """
         require_counts(devices=devices, global_batch=global_batch)
         parsed = parse_pins(pins)
@@ -101,7 +104,9 @@ class Pricer:
             raise BadInputError("a price needs --devices N and --global-batch N.")
         pricing = finder.pricing(count, batch, parsed)
         if stage_layers:
-            cut, stages = self._cut(stage_layers, parsed), len(stage_layers)
+            cut = self._cut(stage_layers, parsed)
+        if cut is not None:
+            stages = len(cut.ends)
             fitting = [c for c in pricing.candidates if c.mesh.pp * c.vpp == stages]
             if not fitting:
                 raise BadInputError(f"layers for {stages} stages: no plan under the pins has so many.")
@@ -109,6 +114,13 @@ class Pricer:
         else:
             priced = [self._balanced(pricing, candidate) for candidate in pricing.candidates]
         return _quote(min(priced, key=_preference), len(priced))
+
+    def on(self, profile: HardwareProfile) -> Pricer:
+        """The same model, traced and measured once, on a chip with other numbers."""
+        other = copy.copy(self)
+        other.profile = profile
+        other.costs = self.costs.repriced(CostModel(profile, self.capture.dtype))
+        return other
 
     def _cut(self, stage_layers: Sequence[int], pins: Pins) -> Cut:
         """Stages of so many blocks each, with what comes before the first block and after the last."""

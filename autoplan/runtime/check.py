@@ -27,6 +27,7 @@ from autoplan.runtime.parallel import ParallelModel
 from autoplan.runtime.prepare import (
     RunProgram,
     first_samples,
+    global_batch,
     prepare,
     require_parameters,
     single_part,
@@ -296,11 +297,6 @@ def on_one_stage(plan: Plan) -> Plan:
     part = without_recompute(single_part(plan))
     regions = tuple(entry for stage in part.stages for entry in stage.regions)
     return replace(plan, parts=(replace(part, mesh=replace(part.mesh, pp=1), stages=(Stage(regions),)),))
-
-
-def global_batch(part: Part) -> int:
-    """Samples of one step."""
-    return part.micro_batch * part.microbatches * part.mesh.dp
 
 
 def cast_floats(batch: Any, dtype: torch.dtype) -> Any:

@@ -105,6 +105,15 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every key of the user's ``state_dict`` -> the first name of the same tensor."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first.setdefault(id(parameter), name)
+    return {name: first.get(id(parameters.get(name)), name) for name in model.state_dict()}
+
+
 def tensor_at(module: nn.Module, path: str) -> Any:
     """The parameter or buffer at a dotted attribute path."""
     owner, _, name = path.rpartition(".")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.plan import Plan
 from autoplan.runtime.agreement import require_equal
 from autoplan.runtime.batch import split_batch, tensors_of, to_device
+from autoplan.runtime.checkpoint import load_checkpoint, save_checkpoint
 from autoplan.runtime.gradients import (
     Owned,
     TiedParameter,
@@ -31,6 +32,7 @@ from autoplan.runtime.gradients import (
 from autoplan.runtime.load import (
     Place,
     build_stage,
+    first_names,
     import_stage,
     model_tensors,
     share_parameters,
@@ -39,12 +41,16 @@ from autoplan.runtime.load import (
 from autoplan.runtime.partial import PartialGradients
 from autoplan.runtime.pipeline import Pipeline, RankStage
 from autoplan.runtime.prepare import Home, RunProgram, single_part, trace_and_prepare
+from autoplan.runtime.pretrained import library_of
 from autoplan.runtime.randomness import StepRandomness
 from autoplan.runtime.ranks import Ranks, join_ranks, tied_group
 from autoplan.runtime.reduction import GradientReduction
 from autoplan.runtime.replication import join_replicas, replicas_of
+from autoplan.runtime.resume import Checkpoints
 from autoplan.runtime.rounding import WeightRefresh
 from autoplan.runtime.sharded import ShardedStage
+from autoplan.runtime.step_log import StepLog
+from autoplan.runtime.weight_files import load_pretrained, save_pretrained
 from autoplan.runtime.weighting import piece_weights
 from autoplan.runtime.weights import Trained, train_shard, train_whole
 from autoplan_passes.placements import parse_placement
@@ -69,11 +75,11 @@ class ParallelModel:
         self.program, self.ranks, self.rank, self.mesh = program, ranks, ranks.rank, ranks.mesh
         tensors = model_tensors(model)
         require_equal(tensors, "weights", SEED_REMEDY, ranks.device)
-        self._state_names = _state_names(model, tensors)
+        self.state_names = first_names(model)
         planned = {home.name for home in program.homes}
-        self._plain_state = {
+        self.plain_state = {
             name: tensors[name].detach().cpu().clone()
-            for name, canonical in self._state_names.items()
+            for name, canonical in self.state_names.items()
             if canonical not in planned
         }
         part = program.part
@@ -101,16 +107,21 @@ class ParallelModel:
         self._fully_sharded = [self._shard(number) for number in self.stages] if self._zero > 1 else []
         trained: dict[nn.Parameter, Trained] = {}
         homes = [home for home in program.homes if home.stage in self.stages]
-        self._owned = tuple(self._own(home, tensors, trained) for home in homes)
+        self.owned = tuple(self._own(home, tensors, trained) for home in homes)
         self._refresh = WeightRefresh(list(trained.values()), list(self.stages.values()))
         self._reduction = GradientReduction(list(trained.values()))
-        self._partial = PartialGradients(self._owned, ranks)
+        self._partial = PartialGradients(self.owned, ranks)
         self._tied = tuple(self._tie(name) for name in program.tied)
         first = {home.name: home for home in reversed(program.homes)}
         self._first_homes = frozenset(first.values())
         self._pipeline = Pipeline(here, program, ranks)
-        self._randomness = StepRandomness(ranks)
+        self.randomness = StepRandomness(ranks)
         self._fed = False
+        self.steps_taken = 0
+        self._log = StepLog(self.rank)
+        self.library = library_of(model)
+        self.pretrained_from: Path | None = None
+        self._checkpoints: Checkpoints | None = None
 
     def step(self, batch: Any) -> torch.Tensor:
         """Forward and backward of one global batch (*collective*); returns the mean loss, on all ranks.
@@ -128,7 +139,7 @@ class ParallelModel:
         self._partial.begin()
         for part in parts:
             part.begin()
-        with self._randomness.use():
+        with self.randomness.use():
             loss = self._pipeline.run(*self._share(pieces, weights))
         for part in parts:
             part.finish()
@@ -140,6 +151,8 @@ class ParallelModel:
         if self.ranks.shape.pp > 1:
             last = self.ranks.rank_at(pp=self.ranks.shape.pp - 1)
             dist.broadcast(loss, src=last, group=self.ranks.group("pp"))
+        self.steps_taken += 1
+        self._log.note(self.steps_taken)
         return loss
 
     def _share(
@@ -156,7 +169,7 @@ class ParallelModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the user's model, each once."""
-        for parameter, name in {owned.parameter: owned.home.name for owned in self._owned}.items():
+        for parameter, name in {owned.parameter: owned.home.name for owned in self.owned}.items():
             yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -185,14 +198,14 @@ class ParallelModel:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients of the model (*collective*)."""
-        return global_norm(self._owned, self._first_homes, self.ranks)
+        return global_norm(self.owned, self._first_homes, self.ranks)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state as the user's model has it, on the CPU of every rank (*collective*)."""
         whole = self._gather(gradients=False)
         state: dict[str, torch.Tensor] = {}
-        for name, canonical in self._state_names.items():
-            state[name] = whole[canonical] if canonical in whole else self._plain_state[name]
+        for name, canonical in self.state_names.items():
+            state[name] = whole[canonical] if canonical in whole else self.plain_state[name]
         return state
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -201,30 +214,106 @@ class ParallelModel:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Set this rank's pieces from a whole state (as :meth:`state_dict` gives it)."""
-        for owned in self._owned:
+        for owned in self.owned:
             with torch.no_grad():
                 store_whole(
                     owned.parameter, state[owned.home.name].to(self.ranks.device), owned.placement, self.ranks
                 )
 
+    def save(
+        self,
+        path: Path | str,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Write a checkpoint into the folder ``path``, each rank its own pieces (*collective*).
+
+        Any plan of the same model resumes from it, on any number of devices. ``extra`` is anything that
+        pickles; that of rank 0 is kept. Gradients are not saved: call it between an optimizer's step and the
+        next batch.
+        """
+        save_checkpoint(self, Path(path), optimizer, scheduler, extra)
+
+    def load(
+        self, path: Path | str, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None
+    ) -> Any:
+        """Take up a run where :meth:`save` left it, each rank reading its own pieces (*collective*).
+
+        Parameters, the optimizer's state, the scheduler, random numbers and ``steps_taken`` are as they were;
+        the next batch to feed is the one after so many. Returns ``extra``.
+        """
+        return load_checkpoint(self, Path(path), optimizer, scheduler)
+
+    def load_pretrained(self, folder: Path | str) -> int:
+        """Read weights from safetensors files, as ``save_pretrained`` of transformers writes them.
+
+        Every rank reads its own pieces, and returns how many bytes they are. Call it before training.
+        """
+        return load_pretrained(self, Path(folder))
+
+    def save_pretrained(self, folder: Path | str, like: Path | str | None = None) -> None:
+        """Write weights that ``from_pretrained`` of transformers loads (*collective*).
+
+        Names, dtypes and files are those of ``like``, a folder of the same model (default: the one that
+        weights were loaded from), and so is what lies beside them; without one, as transformers chooses.
+        """
+        save_pretrained(self, Path(folder), Path(like) if like else None)
+
+    def checkpoints(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        save: Path | str | None = None,
+        every: int = 100,
+        resume: Path | str | None = None,
+    ) -> Checkpoints:
+        """Saving and resuming round the training loop, the same object at every call (*collective*).
+
+        See :class:`autoplan.runtime.resume.Checkpoints`.
+        """
+        if self._checkpoints is None:
+            options: dict[str, Any] = {"save": save, "every": every, "resume": resume}
+            self._checkpoints = Checkpoints(self, optimizer, scheduler, **options)
+        return self._checkpoints
+
+    def is_first_home(self, home: Home) -> bool:
+        """Whether the parameter lives nowhere before this place."""
+        return home in self._first_homes
+
+    def whole_state(self, name: str) -> torch.Tensor:
+        """One tensor of the model, by its first name, on the CPU of every rank (*collective*)."""
+        if name in self.plain_state:
+            return self.plain_state[name]
+        home = next(home for home in self._first_homes if home.name == name)
+        return self._whole(home, gradients=False)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a tensor in the model that computes."""
+        facts = self.program.parameters.get(name)
+        return facts.dtype if facts else self.plain_state[name].dtype
+
     def _gather(self, *, gradients: bool) -> dict[str, torch.Tensor]:
         whole: dict[str, torch.Tensor] = {}
         for home in sorted(self._first_homes, key=lambda home: (home.stage, home.path)):
-            facts = self.program.parameters[home.name]
-            if gradients and not facts.differentiable:
-                continue
-            value = torch.empty(facts.shape, dtype=self._dtype(home), device=self.ranks.device)
-            if home.stage in self.stages:
-                owned = next(item for item in self._owned if item.home == home)
-                own = owned.parameter.grad if gradients else owned.parameter.detach()
-                own = torch.zeros_like(owned.parameter) if own is None else own
-                value = whole_tensor(own, owned.placement, self.ranks)
-            if self.ranks.shape.pp > 1:
-                value = value.contiguous()
-                source = self.ranks.rank_at(pp=home.stage % self.ranks.shape.pp)
-                dist.broadcast(value, src=source, group=self.ranks.group("pp"))
-            whole[home.name] = value.cpu()
+            if not gradients or self.program.parameters[home.name].differentiable:
+                whole[home.name] = self._whole(home, gradients=gradients)
         return whole
+
+    def _whole(self, home: Home, *, gradients: bool) -> torch.Tensor:
+        shape = self.program.parameters[home.name].shape
+        value = torch.empty(shape, dtype=self._dtype(home), device=self.ranks.device)
+        if home.stage in self.stages:
+            owned = next(item for item in self.owned if item.home == home)
+            own = owned.parameter.grad if gradients else owned.parameter.detach()
+            own = torch.zeros_like(owned.parameter) if own is None else own
+            value = whole_tensor(own, owned.placement, self.ranks)
+        if self.ranks.shape.pp > 1:
+            value = value.contiguous()
+            source = self.ranks.rank_at(pp=home.stage % self.ranks.shape.pp)
+            dist.broadcast(value, src=source, group=self.ranks.group("pp"))
+        return value.cpu()
 
     def _dtype(self, home: Home) -> torch.dtype:
         facts = self.program.parameters[home.name]
@@ -256,17 +345,8 @@ class ParallelModel:
         homes = self.program.homes_of(name)
         places = sorted({home.stage % self.ranks.shape.pp for home in homes})
         group = tied_group(self.ranks, places) if len(places) > 1 else None
-        here = {owned.parameter: owned for owned in reversed(self._owned) if owned.home in homes}
+        here = {owned.parameter: owned for owned in reversed(self.owned) if owned.home in homes}
         return TiedParameter(homes, tuple(here.values()), group)
-
-
-def _state_names(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Every key of the user's ``state_dict`` -> the first name of the same tensor."""
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter):
-            first.setdefault(id(tensor), name)
-    return {name: first.get(id(tensors.get(name)), name) for name in model.state_dict()}
 
 
 def parallelize(

@@ -193,6 +193,11 @@ def single_part(plan: Plan) -> Part:
     return plan.parts[0]
 
 
+def global_batch(part: Part) -> int:
+    """Samples of one step."""
+    return part.micro_batch * part.microbatches * part.mesh.dp
+
+
 def prepare_from_file(plan: Plan, model: str | Path | None = None) -> RunProgram:
     """What the ranks run, from the plan and its model's file alone: no weights are made, nothing is run.
 

@@ -23,6 +23,10 @@ class StepRandomness:
         self.seed: int | None = (torch.initial_seed() + 7919 * (ranks.pp * ranks.shape.dp + ranks.dp)) % 2**63
         self.states: list[torch.Tensor] = []
 
+    def restart(self, steps: int) -> None:
+        """Begin anew, with other numbers than a run that begins with its first step."""
+        self.seed, self.states = ((self.seed or 0) + 104729 * steps) % 2**63, []
+
     @contextlib.contextmanager
     def use(self) -> Generator[None]:
         """Draw from this rank's own generator inside the block (a single process uses the user's)."""

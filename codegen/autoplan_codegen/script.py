@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoplan.errors import BadInputError
+from autoplan_codegen.script_checkpoints import Kept, insert_checkpoints
 from autoplan_codegen.script_loop import TrainingLoop, find_loop
 from autoplan_codegen.script_loss import StepRewrite, rewrite_step
 from autoplan_codegen.script_model import forward_parameters
@@ -35,6 +36,7 @@ from autoplan_codegen.script_uses import (
     seeds_itself,
 )
 
+NOTHING_KEPT = Kept()
 _SEED = "torch.manual_seed(0)  # every rank builds the same model and reads the same batches"
 
 
@@ -47,11 +49,18 @@ class ScriptRewrite:
 
 
 def rewrite_script(
-    source: str, *, name: str, plan_path: str, output_name: str = "", folder: Path | None = None
+    source: str,
+    *,
+    name: str,
+    plan_path: str,
+    output_name: str = "",
+    folder: Path | None = None,
+    kept: Kept = NOTHING_KEPT,
 ) -> ScriptRewrite:
     """Rewrite ``source``, the text of the file ``name``; ``plan_path`` is written into it as it is.
 
-    ``folder`` is where modules that the script imports are looked for. Raises BadInputError, with the lines
+    ``folder`` is where modules that the script imports are looked for; ``kept`` what is saved, resumed and
+    loaded. Raises BadInputError, with the lines
     to add by hand, for a script whose training loop is not recognised.
     """
     try:
@@ -64,7 +73,7 @@ def rewrite_script(
     try:
         loop = find_loop(tree)
         step = rewrite_step(loop, text, lambda: forward_parameters(loop, folder))
-        _edit(loop, step, text, plan_path)
+        _edit(loop, step, text, plan_path, kept)
     except NotUnderstood as refusal:
         raise BadInputError(_by_hand(refusal, loop, text, name, plan_path)) from None
     edited = text.edited()
@@ -82,17 +91,19 @@ def _diff(before: str, after: str, before_name: str, after_name: str) -> str:
 # ---- the edits --------------------------------------------------------------------------------------
 
 
-def _edit(loop: TrainingLoop, step: StepRewrite, text: ScriptText, plan_path: str) -> None:
+def _edit(loop: TrainingLoop, step: StepRewrite, text: ScriptText, plan_path: str, kept: Kept) -> None:
     parallel = _free_name(loop)
     if not text.starts_its_line(loop.insert_before):
         raise NotUnderstood(loop.insert_before, "the optimizer is made in the middle of a line")
     keep_on_the_host(loop, text)
-    _insert_parallelize(loop, step, text, parallel, plan_path)
+    _insert_parallelize(loop, step, text, parallel, plan_path, kept)
     handles = edit_uses(loop, text, parallel, step.removed)
     local = next(
         (h.after for h in handles if h.scope is loop.scope and h.before == loop.local_model), parallel
     )
     edit_clips_of_lists(loop, text, handles)
+    if kept.asks_for_checkpoints:
+        insert_checkpoints(loop, text, kept, local)
     for statement in step.removed:
         if statement is not step.at:
             text.remove(statement)
@@ -111,7 +122,7 @@ def _free_name(loop: TrainingLoop) -> str:
 
 
 def _insert_parallelize(
-    loop: TrainingLoop, step: StepRewrite, text: ScriptText, parallel: str, plan_path: str
+    loop: TrainingLoop, step: StepRewrite, text: ScriptText, parallel: str, plan_path: str, kept: Kept
 ) -> None:
     """The loss function, what it needs, and the call, above the optimizer."""
     lines: list[str] = []
@@ -125,6 +136,8 @@ def _insert_parallelize(
         options = ", loss_fn=loss_fn"
     loaded = f"autoplan.Plan.load({json.dumps(plan_path, ensure_ascii=False)})"
     lines.append(f"{parallel} = autoplan.parallelize({loop.model}, {loaded}{options})")
+    if kept.weights:
+        lines.append(f"{parallel}.load_pretrained({json.dumps(kept.weights, ensure_ascii=False)})")
     text.insert_lines_before(loop.insert_before, lines)
 
 
