@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 
+from autoplan.calibration.correction import Correction
 from autoplan.calibration.kernels import (
     SIZES,
     AttentionCurve,
@@ -29,7 +30,9 @@ from autoplan.calibration.kernels import (
     usable_dtypes,
 )
 from autoplan.calibration.links import QUICK_BYTES, SIZES_BYTES, LinkFit, measure_links
+from autoplan.calibration.observed import Observed
 from autoplan.calibration.timing import Clock
+from autoplan.hardware import HardwareProfile
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,57 @@ def calibrated_yaml(base: Path, name: str, found: Calibration) -> str:
     return f"{head}# Errors of the fits: {worst}.\n" + yaml.safe_dump(data, sort_keys=False, width=110)
 
 
+def corrected_yaml(base: Path, name: str, found: Correction, log: str) -> str:
+    """The starting profile's file with the sustained share that a run showed."""
+    times = found.times
+    source = (
+        f"{log}: {times.steps} steps of {times.median_s:.4g} s (+-{times.spread:.1%}) where "
+        f"{found.forecast_s:.4g} s were forecast with {found.before:.3g}; {_today()}"
+    )
+    data = _renamed(base, name)
+    data["sustained"] |= {found.dtype: {"value": _short(found.after), "tag": "measured", "source": source}}
+    head = f"# Corrected by `autoplan hw calibrate --from-log`; all else is {base.stem}'s.\n"
+    return head + yaml.safe_dump(data, sort_keys=False, width=110)
+
+
+def observed_yaml(base: Path, profile: HardwareProfile, name: str, found: Observed, trace: str) -> str:
+    """The starting profile's file with the numbers that a trace showed."""
+    tag = {"tag": "measured", "source": f"{trace}, a trace of the PyTorch profiler; {_today()}"}
+    data = _renamed(base, name)
+    for dtype, curve in found.by_m.items():
+        tflops = [_short(rate / 1e12) for rate in curve.values()]
+        rates = profile.gemm[dtype]
+        kept = {
+            f"by_{axis}": {
+                axis: [float(x) for x in one.x],
+                "factor": list(one.y),
+                "tag": one.tag,
+                "source": one.source,
+            }
+            for axis, one in (("n", rates.by_n), ("k", rates.by_k))
+        }
+        data["gemm"][dtype] = {"by_m": {"m": list(curve), "tflops": tflops, **tag}, **kept}
+    if found.memory_bytes_per_s is not None:
+        data["memory"]["bandwidth_gb_per_s"] = {"value": _short(found.memory_bytes_per_s / 1e9), **tag}
+    for link in found.links:
+        _set_link(data["collectives"]["intra"], link, tag)
+    head = f"# Moved by `autoplan hw calibrate --from-trace`; all else is {base.stem}'s.\n"
+    return head + yaml.safe_dump(data, sort_keys=False, width=110)
+
+
+def _renamed(base: Path, name: str) -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load(base.read_text(encoding="utf-8"))
+    title = f"{data['title']}, as it ran" if "as it ran" not in data["title"] else data["title"]
+    return data | {"name": name, "title": title, "aliases": []}
+
+
+def _today() -> datetime.date:
+    return datetime.datetime.now(tz=datetime.timezone.utc).date()
+
+
 def _source(found: Calibration) -> str:
-    day = datetime.datetime.now(tz=datetime.timezone.utc).date()
     machine = platform.processor() or platform.machine()
-    return f"autoplan hw calibrate on {machine}, torch {torch.__version__}, {day}"
+    return f"autoplan hw calibrate on {machine}, torch {torch.__version__}, {_today()}"
 
 
 def _gemm(fit: Products, tag: Mapping[str, str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.cli.feedback import add_feedback, feed_back
 from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
 from autoplan.hardware import CollectiveFit, Curve, HardwareProfile, Quantity, load_profile, profile_names
@@ -58,6 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--base", metavar="HW", help="profile of what is not measured (cpu, or the chip's own)"
     )
     measuring.add_argument("--quick", action="store_true", help="small sizes: a try, not a calibration")
+    add_feedback(measuring)
     measuring.set_defaults(run=run_calibrate)
     for command in (listing, showing, measuring):
         command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -117,6 +119,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
     from autoplan.cli.progress import progress
     from autoplan.profile_files import find_profile
 
+    if args.from_log or args.from_trace:
+        return feed_back(args)
     device, rank = _join_launched()
     base = args.base or ("cpu" if device.type == "cpu" else None)
     start = find_profile(base)
