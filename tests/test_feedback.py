@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def test_settings_of_a_launch_script_are_forecast(tmp_path: Path) -> None:
         "--num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 "
         "--micro-batch-size 2 --global-batch-size 8 --bf16 --tensor-model-parallel-size 2 --vocab-size 1024\n"
     )
-    forecast = forecast_of_settings(read_settings(script, "megatron", {}), "h100", None, lambda _: None)
+    settings = replace(read_settings(script, "megatron", {}), devices=2)
+    forecast = forecast_of_settings(settings, "h100", None, lambda _: None)
     profile = load_profile("h100")
     assert forecast.tokens == 8 * 512 and forecast.devices == 2
     assert forecast.step_s(with_sustained(profile, "bf16", 0.2)) > forecast.step_s(profile) > 0

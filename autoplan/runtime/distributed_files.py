@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -38,13 +39,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from autoplan.errors import BadInputError
 from autoplan.runtime.blocks import Block, Pieces
 
+METADATA = ".metadata"  # written last
+
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Pieces], objects: Mapping[str, Any]) -> None:
     """Write a checkpoint (*collective*): the blocks and the objects of every rank, an object from one."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        (path / METADATA).unlink(missing_ok=True)  # one that is written over is none until it is whole again
     except OSError as error:
-        raise BadInputError(f"cannot make the checkpoint {path}: {error.strerror}.") from None
+        raise BadInputError(f"cannot write the checkpoint {path}: {error.strerror}.") from None
+    dist.barrier()
     dcp.save({**tensors, **objects}, checkpoint_id=path, planner=_Saving())
 
 
@@ -63,7 +68,7 @@ def read_checkpoint(path: Path, tensors: Mapping[str, Pieces], objects: list[str
 
 def checkpoint_contents(path: Path) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
     """What a checkpoint holds by name; BadInputError where ``path`` is none."""
-    if not (path / ".metadata").is_file():
+    if not (path / METADATA).is_file():
         raise BadInputError(
             f"{path} is no checkpoint: expected a folder written by `.save()`, with a file .metadata (which "
             "is written last: a checkpoint that was cut off has none)."
