@@ -111,7 +111,7 @@ def linear_slice_pieces(
 
 def dropped(x: Tensor, bias: Tensor | None, p: float, seed: Tensor | None, approximate: str) -> Tensor:
     y = F.gelu(x if bias is None else x + bias, approximate=approximate)
-    return y if seed is None else y * (uniform(seed, x.numel()).view(x.shape) >= p) / (1 - p)
+    return y if seed is None else y * (uniform(seed, *x.shape) >= p) / (1 - p)
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The fused operators in plain PyTorch: equal to the unfused model in every dtype, and their gradients exact."""
+"""The fused operators in plain PyTorch: equal to the unfused model in every dtype, their gradients exact."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
 """Causal, sliding-window and full attention with grouped heads, in row blocks: scores never exist as a whole.
 
-q [samples, heads, rows, size], k and v [samples, key-value heads, columns, size]; row i sees columns up to i where
-``causal``, and of these the last ``window`` where that is above 0. Saved for backward: q, k, v, the output and
-the log-sum-exp of each row (FlashAttention, arXiv 2205.14135). The log-sum-exp is an output without gradient.
+q [samples, heads, rows, size], k and v [samples, key-value heads, columns, size]; row i sees columns up to
+i where ``causal``, and of these the last ``window`` where that is above 0. Saved for backward: q, k, v, the
+output and the log-sum-exp of each row (FlashAttention, arXiv 2205.14135). The log-sum-exp is an output
+without gradient.
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 
@@ -70,8 +73,9 @@ def _backward(
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     heads, (mask, causal) = (q.shape[1], k.shape[1]), _masked(q, k, causal, window)
-    whole = [x.repeat_interleave(heads[0] // heads[1], 1) if heads[0] > heads[1] else x for x in (k, v)]
-    d_q, d_k, d_v = attend_block_backward(d_out.contiguous(), (q, *whole, mask), out, log_sum, causal, scale)
+    group = heads[0] // heads[1]
+    k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+    d_q, d_k, d_v = attend_block_backward(d_out.contiguous(), (q, k, v, mask), out, log_sum, causal, scale)
     d_k, d_v = (wide(x).unflatten(1, (heads[1], -1)).sum(2) for x in (d_k, d_v))
     return d_q.to(q.dtype).contiguous(), d_k.to(k.dtype), d_v.to(v.dtype)
 

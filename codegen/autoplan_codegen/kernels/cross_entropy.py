@@ -1,10 +1,12 @@
 """Softmax cross-entropy row by row, whole or as the pieces that ranks with slices of the classes combine.
 
-A row's loss is ``log_sum - target``: the log of its sum of exponentials, and the logit of its label. Where the
-classes are cut, each rank has both for its slice (target 0 where the label is another's);
-``autoplan_passes.collectives.combined_log_sums`` joins them with two small all-reduces.
-Saved for backward: the logits, the labels and the log-sums.
+A row's loss is ``log_sum - target``: the log of its sum of exponentials, and the logit of its label. Where
+the classes are cut, each rank has both for its slice (target 0 where the label is another's);
+``autoplan_passes.collectives.combined_log_sums`` joins them with two small all-reduces. Saved for backward:
+the logits, the labels and the log-sums.
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 
@@ -73,8 +75,9 @@ def _pieces(logits: Tensor, labels: Tensor, vocabulary_start: int) -> Pair:
 def _backward(
     d_log_sum: Tensor, d_target: Tensor, logits: Tensor, labels: Tensor, log_sum: Tensor, start: int
 ) -> Tensor:
-    flat = (x.reshape(-1) for x in (log_sum, d_log_sum, d_target))
-    return pieces_gradient(*_flat(logits, labels), *flat, start).view(logits.shape)
+    rows, places = _flat(logits, labels)
+    given = (log_sum.reshape(-1), d_log_sum.reshape(-1), d_target.reshape(-1))
+    return pieces_gradient(rows, places, *given, start).view(logits.shape)
 
 
 cross_entropy_backward = operator(

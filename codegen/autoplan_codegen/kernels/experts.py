@@ -1,9 +1,12 @@
-"""The products of experts with the moving of tokens fused in: gathered on the way in, weighted on the way out.
+"""The products of experts with the moving of tokens fused in: gathered first, weighted and added last.
 
-``grouped_linear``: row i is ``x[rows[i]] @ weight[g]`` for the group g it falls into (``ends`` [experts]: where each
-group ends). ``combine_experts``: token t is the sum over its choices c of ``weights[t, c] * y[places[t, c]]``, each
-row of y being the choice of one token. Saved for backward: the inputs; the gathered rows are never stored.
+``grouped_linear``: row i is ``x[rows[i]] @ weight[g]`` for the group g it falls into (``ends`` [experts]:
+where each group ends). ``combine_experts``: token t is the sum over its choices c of ``weights[t, c] *
+y[places[t, c]]``, each row of y being the choice of one token. Saved for backward: the inputs; the gathered
+rows are never stored.
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 

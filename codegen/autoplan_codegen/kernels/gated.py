@@ -1,8 +1,11 @@
 """Activations in one pass: SwiGLU and GeGLU of two halves, and bias + GELU + dropout.
 
-Saved for backward: the inputs alone (the gate's activation is computed again; the dropout mask is drawn again
-from the seed and each element's place, with Philox 4x32-10 (Salmon et al., SC 2011): equal on every device).
+Saved for backward: the inputs alone (the gate's activation is computed again; the dropout mask is drawn
+again from the seed and each element's place, with Philox 4x32-10 (Salmon et al., SC 2011): equal on every
+device).
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 
@@ -100,27 +103,26 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return ((high >> 16) + (middle >> 32)) & _LOW, middle & _LOW
 
 
-def uniform(seed: Tensor, count: int) -> Tensor:
-    """Philox 4x32-10 at places 0 ... count - 1, as Triton's ``tl.rand``: fp32 in [0, 1)."""
-    place = torch.arange(count, device=seed.device, dtype=torch.int64)
-    zero = torch.zeros_like(place)
-    c0, c1, c2, c3 = place & _LOW, zero, zero, zero
+def uniform(seed: Tensor, rows: int, columns: int) -> Tensor:
+    """Philox 4x32-10 as [rows, columns] fp32 in [0, 1): counter (column // 4, row), its words in turn."""
+    place = torch.arange(-(-columns // 4), device=seed.device).repeat(rows, 1)
+    c0, c1 = place, torch.arange(rows, device=seed.device).unsqueeze(-1).expand_as(place)
+    c2 = c3 = torch.zeros_like(place)
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(10):
         high_0, low_0 = _product(_FACTORS[0], c0)
         high_1, low_1 = _product(_FACTORS[1], c2)
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
         k0, k1 = (k0 + _KEYS[0]) & _LOW, (k1 + _KEYS[1]) & _LOW
-    signed = torch.where(c0 >= 2**31, c0 - 2**32, c0)
-    positive = torch.where(signed < 0, -signed - 1, signed)
-    return positive.float() * 4.6566127342e-10
+    words = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :columns]
+    return torch.where(words >= 2**31, _LOW - words, words).float() * 4.6566127342e-10  # tl.rand's mapping
 
 
 def _kept(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
     """The factor of each element: 0, or 1 / (1 - p)."""
     if seed is None or p == 0:
         return None
-    keep = uniform(seed, x.numel()).view(x.shape) >= p
+    keep = uniform(seed, x.numel() // max(x.shape[-1], 1), x.shape[-1]).view(x.shape) >= p
     return keep.to(wide(x).dtype) / (1 - p) if p < 1 else torch.zeros_like(wide(x))
 
 

@@ -1,12 +1,14 @@
 """The output projection and its cross-entropy together: the logits never exist as a whole.
 
-Works in chunks of the vocabulary, not of the rows: a chunk's part of the weight's gradient is then one product,
-complete in itself, and what adds up over chunks is the gradient of the hidden states, in fp32 (rows are fewer
-than classes). A chunk of logits has about as many elements as the hidden states. Saved for backward: hidden
-states, weight, labels, and one log-sum a row; the logits are computed again (a fourth product beside three),
-which costs no memory for each micro-batch in flight, takes any weight for each row, and serves a slice of the
-vocabulary as well as the whole.
+Works in chunks of the vocabulary, not of the rows: a chunk's part of the weight's gradient is then one
+product, complete in itself, and what adds up over chunks is the gradient of the hidden states, in fp32
+(rows are fewer than classes). A chunk of logits has about as many elements as the hidden states. Saved for
+backward: hidden states, weight, labels, and one log-sum a row; the logits are computed again (a fourth
+product beside three), which costs no memory for each micro-batch in flight, takes any weight for each row,
+and serves a slice of the vocabulary as well as the whole.
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the hidden states, the weight and the bias (empty where there is none)."""
     rows, places = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    given = [x.reshape(-1).contiguous() for x in (log_sum, d_log_sum, d_target)]
+    given = (log_sum.reshape(-1), d_log_sum.reshape(-1), d_target.reshape(-1))
     d_rows = wide(torch.zeros_like(rows))
     d_weight, d_bias = torch.empty_like(weight), torch.empty_like(weight[:0, 0] if bias is None else bias)
     for own, logits in _chunks(rows, weight, bias):

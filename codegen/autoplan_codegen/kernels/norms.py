@@ -1,9 +1,11 @@
 """RMSNorm and LayerNorm over the last dim, with or without the residual added first.
 
-``sum = x + residual; y = (sum - mean) * rsqrt(variance + eps) * weight + bias``, mean 0 for RMSNorm; computed
-in fp32, rounded once to the dtype of x. Saved for backward: the normalised input (``sum``, or x) and the
-weight; a row's statistics are computed again from the row, which backward reads anyway.
+``sum = x + residual; y = (sum - mean) * rsqrt(variance + eps) * weight + bias``, mean 0 for RMSNorm;
+computed in fp32, rounded once to the dtype of x. Saved for backward: the normalised input (``sum``, or x)
+and the weight; a row's statistics are computed again from the row, which backward reads anyway.
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 
@@ -91,11 +93,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gradients(ctx: Any, centred: bool, d_y: Tensor | None, d_sum: Tensor | None = None) -> Any:
     total, weight = ctx.saved_tensors
-    if d_y is None:
-        d_x, d_weight, d_bias = d_sum, None, None
-    else:
+    d_x, parameters = d_sum, [None, None]
+    if d_y is not None:
         d_x, d_weight, d_bias = norm_backward(d_y, d_sum, total, weight, ctx.eps, centred, ctx.biased)
-    parameters = [none_if_empty(d_weight, weight is not None), none_if_empty(d_bias, ctx.biased)]
+        parameters = [none_if_empty(d_weight, weight is not None), none_if_empty(d_bias, ctx.biased)]
     return *[d_x] * ctx.first, *parameters[: ctx.tensors - ctx.first], None
 
 

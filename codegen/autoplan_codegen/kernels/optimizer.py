@@ -1,9 +1,11 @@
 """One AdamW step over lists of tensors: every element is read once and written once.
 
 The arithmetic is ``torch.optim.AdamW``'s (decoupled weight decay); gradients are multiplied by
-``gradient_scale`` first. Where ``masters`` are given (fp32, one a parameter), they are stepped and the parameter
-is their rounding.
+``gradient_scale`` first. Where ``masters`` are given (fp32, one a parameter), they are stepped and the
+parameter is their rounding.
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 

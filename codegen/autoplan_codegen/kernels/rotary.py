@@ -3,6 +3,8 @@
 ``cos`` and ``sin`` broadcast against x, as in Hugging Face's models; where their last dim is shorter than
 x's, the rest of x passes through. Saved for backward: cos and sin (x only where they want a gradient).
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""Sparse attention in the style of DeepSeek-V3.2: an indexer scores keys, each row attends to the best of them.
+"""Sparse attention in the style of DeepSeek-V3.2: an indexer scores keys, rows attend to the best of them.
 
-Indexer: ``score[i, j] = sum_h weights[i, h] * relu(q[i, h] . k[j])`` with few small heads and one key a position.
-``select_keys`` takes the ``count`` best columns of each row, row block by row block; ``sparse_attention`` attends to
-them alone: time and memory are linear in the sequence for a fixed count. The selection has no gradient;
-``index_scores`` gives the scores of the selected keys with theirs, for the indexer's own loss.
+Indexer: ``score[i, j] = sum_h weights[i, h] * relu(q[i, h] . k[j])`` with few small heads and one key a
+position. ``select_keys`` takes the ``count`` best columns of each row, row block by row block;
+``sparse_attention`` attends to them alone: time and memory are linear in the sequence for a fixed count.
+The selection has no gradient; ``index_scores`` gives the scores of the selected keys with theirs, for the
+indexer's own loss.
 
-q [samples, heads, rows, size], k, v [samples, key-value heads, columns, size], keys [samples, rows, count] int32,
--1 where a row sees fewer.
+q [samples, heads, rows, size], k, v [samples, key-value heads, columns, size], keys [samples, rows, count]
+int32, -1 where a row sees fewer.
 """
+# pyright: reportUnknownLambdaType=false
+# - an operator's lambdas take what its schema says
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ select_keys = operator(
 
 
 def gathered(x: Tensor, keys: Tensor) -> Tensor:
-    """[samples, (heads,) rows, count, size] of x [samples, (heads,) columns, size] at keys [samples, rows, count]."""
+    """x [samples, (heads,) columns, size] at keys [samples, rows, count]: columns become rows, count."""
     sample = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (keys.dim() - 1))
     at = keys.clamp(min=0).long()
     return x[sample, at] if x.dim() == 3 else x.transpose(1, 2)[sample, at].movedim(-2, 1)
