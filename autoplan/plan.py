@@ -36,7 +36,10 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained and on how many devices; ``sizes`` are passed to ``example_inputs``."""
+    """What is trained and on how many devices; ``sizes`` are passed to ``example_inputs``.
+
+    ``target`` names what is to run the plan (``autoplan.targets``).
+    """
 
     devices: int
     global_batch: int
@@ -46,6 +49,7 @@ class Workload:
     tokens_per_sample: int = 1
     pins: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    target: str = "autoplan"
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,9 @@ def test_what_a_target_lacks_is_said_and_stood_in_for() -> None:
     zero_bubble = with_part(PLAIN, schedule="zb_h1")
     assert [item.field for item in export_plan(zero_bubble, "megatron").lost] == ["schedule"]
     assert "schedule=1f1b" in export_plan(zero_bubble, "megatron").pins
-    assert export_plan(zero_bubble, "torchtitan").faithful
+    assert [item.field for item in export_plan(zero_bubble, "torchtitan").lost] == ["vpp"]
+    looped = with_part(zero_bubble, mesh=Mesh(pp=2, dp=8, tp=8), vpp=2)
+    assert export_plan(looped, "torchtitan").faithful
     fields = {item.field for item in export_plan(PLAIN, "accelerate").lost}
     assert fields == {"mesh.pp", "zero"}
     assert "dp=8" in export_plan(with_part(FSDP, mesh=Mesh(dp=8, tp=8)), "accelerate").pins

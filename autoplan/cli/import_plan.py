@@ -87,6 +87,7 @@ def _completed(settings: Settings, args: argparse.Namespace) -> Settings:
 def _pricer(settings: Settings, args: argparse.Namespace, say: Callable[[str], None]) -> Pricer:
     from autoplan.importing.model import model_of
     from autoplan.planner.pricer import Pricer
+    from autoplan.targets import targets
 
     stated = args.model is None
     fixed = stated and not settings.gated and settings.model.get("experts", 0) < 2
@@ -98,6 +99,7 @@ def _pricer(settings: Settings, args: argparse.Namespace, say: Callable[[str], N
         global_batch=settings.global_batch,
         dtype=settings.dtype,
         sizes=sizes,
+        layouts=settings.framework if settings.framework in targets() else "",
         say=say,
     )
 

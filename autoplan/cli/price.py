@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             optimizer=args.optimizer or "adamw",
             sizes=sizes_of(args),
             opaque=args.opaque,
+            target=args.target,
             say=say,
         )
         quote = None if args.requests else pricer.price(args.pin)

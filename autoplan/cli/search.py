@@ -58,6 +58,12 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pin", action="append", default=[], metavar="KEY=VALUE", help="fix part of the plan"
     )
+    parser.add_argument(
+        "--target",
+        default="autoplan",
+        metavar="NAME",
+        help="what is to run the plan: autoplan, megatron, loongforge or torchtitan",
+    )
     parser.add_argument("--opaque", action="append", default=[], metavar="NAME", help="sub-module kept whole")
 
 
@@ -101,6 +107,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     from autoplan.planner.driver import Request
     from autoplan.planner.sweep import parse_sweeps, sweep
     from autoplan.report.sweep import print_sweep, sweep_json, sweep_svg
+    from autoplan.targets import target_named
 
     values, hourly = parse_sweeps(args.sweep), _prices(args.device_hour)
     sizes = {name: size for name, size in sizes_of(args).items() if name not in values}
@@ -114,7 +121,9 @@ def run_sweep(args: argparse.Namespace) -> int:
         sizes,
         tuple(args.pin),
         tuple(args.opaque),
+        args.target,
     )
+    target_named(args.target)
     with output_to_stderr(args.json), progress(quiet=args.json) as say:
         points = sweep(request, args.hw.split(",") if args.hw else [None], values, hourly=hourly, say=say)
     if args.plot:
@@ -161,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
             sizes=sizes_of(args),
             pins=args.pin,
             opaque=args.opaque,
+            target=args.target,
             say=say,
         )
     walls = {"import": import_s, **plan.wall_s, "total": import_s + plan.wall_s["total"]}

@@ -1,7 +1,8 @@
 """Settings of a framework in, what is illegal in them out: one row a rule, as the frameworks' own checks.
 
 Sources: ``validate_args`` of Megatron-LM, ``TransformerConfig`` of megatron-core 0.16, ``validators.py`` of
-LoongForge v0.2.0, ``ParallelDims`` of torchtitan 0.3, DeepSpeed's ``DeepSpeedConfig``.
+LoongForge v0.2.0, ``ParallelDims`` of torchtitan 0.3, DeepSpeed's ``DeepSpeedConfig``; what plans for these
+frameworks must keep to as well is in ``autoplan/targets.yaml``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoplan.importing.settings import Settings
+from autoplan.targets import Target, targets
 
 MEGATRON = ("megatron", "loongforge")
 ALL = ("megatron", "loongforge", "torchtitan", "deepspeed")
@@ -251,15 +253,20 @@ def _one_rank_a_batch(s: Settings) -> str:
     return f"train_batch_size {s.global_batch} is not {factors}"
 
 
+def _where(holds: Callable[[Target], bool]) -> tuple[str, ...]:
+    """Frameworks of which a fact of the target table holds."""
+    return tuple(name for name, target in targets().items() if holds(target))
+
+
 RULES = (
     Rule("world size", ALL, _world),
     Rule("attention heads", ALL, _heads),
     Rule("query groups", MEGATRON, _groups),
     Rule("layers", (*MEGATRON, "torchtitan"), _layers),
     Rule("global batch", (*MEGATRON, "torchtitan"), _batch),
-    Rule("interleaving", MEGATRON, _interleaving),
+    Rule("interleaving", _where(lambda target: target.fills_interleaved), _interleaving),
     Rule("sequence parallel", MEGATRON, _sequence_parallel_alone, "note"),
-    Rule("experts with tp", ("megatron",), _experts_need_sequence_parallel),
+    Rule("experts with tp", _where(lambda target: target.sp_with_experts), _experts_need_sequence_parallel),
     Rule("expert degrees", (*MEGATRON, "torchtitan"), _expert_degrees),
     Rule("sequence length", (*MEGATRON, "torchtitan"), _context),
     Rule("ulysses", MEGATRON, _ulysses),

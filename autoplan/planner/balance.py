@@ -16,7 +16,12 @@ BISECTIONS = 14
 
 def fits(pricer: ColumnPricer) -> bool:
     """Whether some cut of the chain fits memory."""
-    return _fill(pricer, NEVER) is not None
+    return fits_within(pricer, NEVER)
+
+
+def fits_within(pricer: ColumnPricer, longest_s: float) -> bool:
+    """The same, with every stage in ``longest_s``."""
+    return _fill(pricer, longest_s) is not None
 
 
 def balanced_cut(pricer: ColumnPricer) -> Cut | None:

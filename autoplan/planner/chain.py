@@ -64,6 +64,17 @@ class ChainItem:
 
 
 @dataclass(frozen=True)
+class FirstBlocks:
+    """Recompute as frameworks have it: the first ``count`` regions of ``blocks`` in every stage, whole, and
+    nothing else. None: as many as suit a stage, or (``alike``) all stages, out of ``counts``."""
+
+    blocks: tuple[bool, ...]
+    counts: tuple[int, ...]
+    alike: bool
+    count: int | None = None
+
+
+@dataclass(frozen=True)
 class Chain:
     """All regions in order, the memory limit of a rank, and parameters that two regions share.
 
@@ -71,7 +82,7 @@ class Chain:
     counted once when both are on one stage. ``hop_s`` is the least latency between two stages.
     ``arriving_bytes`` are the most that new weights on their way take. ``once_whole_s`` is what replicas'
     traffic adds once a step where one stage holds all regions: when it recomputes as little as it may, and
-    what no recompute hides.
+    what no recompute hides. ``first`` limits which regions may be recomputed together.
     """
 
     items: tuple[ChainItem, ...]
@@ -84,6 +95,7 @@ class Chain:
     once_whole_s: tuple[float, float] = (0.0, 0.0)
     schedule: str = "1f1b"
     vpp: int = 1
+    first: FirstBlocks | None = None
 
     @property
     def ranks(self) -> int:

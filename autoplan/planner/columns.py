@@ -26,19 +26,33 @@ from ortools.math_opt.python import mathopt
 
 from autoplan.planner.balance import cut_of
 from autoplan.planner.chain import NEVER, Chain, Cut, Run, Solved, quick_bound_s
+from autoplan.planner.first_blocks import certain_pricer, is_in_time, relaxed_pricer, variants
 from autoplan.planner.mixes import Column, ColumnPricer
-from autoplan.planner.relaxed import RelaxedPricer
 from autoplan.schedules import splits_backward
 from autoplan_cost_models.schedule import bound_rows
 
 
 def solve_chain(chain: Chain, *, incumbent_s: float = NEVER, time_limit_s: float = 20.0) -> Solved:
+    """Cut the chain: proposals to price and a proved bound on every cut that beats the incumbent."""
+    options = variants(chain)
+    if len(options) == 1:
+        return _solve_one(options[0], incumbent_s, time_limit_s)
+    solved: list[Solved] = []
+    for option in options:
+        if not is_in_time(option, incumbent_s):
+            break
+        solved.append(_solve_one(option, incumbent_s, time_limit_s))
+    cuts = dict.fromkeys(cut for one in solved for cut in one.cuts)
+    return Solved(tuple(cuts), min((one.bound_s for one in solved), default=NEVER))
+
+
+def _solve_one(chain: Chain, incumbent_s: float, time_limit_s: float) -> Solved:
     """Cut the chain: proposals to price and a proved bound. ``incumbent_s`` prunes hopeless columns.
 
     The bound holds for every cut that beats the incumbent. Its own cut comes first among the proposals: it
     may need a little too much memory, which pricing finds; the others fit for certain.
     """
-    pricer, relaxed = ColumnPricer(chain), RelaxedPricer(chain)
+    pricer, relaxed = certain_pricer(chain), relaxed_pricer(chain)
     if chain.stages == 1:
         whole = [column for column in (_whole(relaxed), _whole(pricer)) if column is not None]
         return Solved(_distinct(pricer, [[column] for column in whole]), _whole_bound_s(chain, whole))

@@ -33,7 +33,6 @@ from autoplan.planner.runners_up import runners_up
 from autoplan.planner.solve import Outcome, fits_anywhere, solve
 from autoplan.planner.space import (
     MICRO_BATCHES,
-    SPACE,
     Candidate,
     Pins,
     candidates,
@@ -41,7 +40,9 @@ from autoplan.planner.space import (
     require_counts,
     require_pinned_regions,
 )
+from autoplan.planner.targets import runnable_on, space_text, target_pins
 from autoplan.regions import differentiable_nodes
+from autoplan.targets import target_named
 from autoplan_cost_models import CostModel
 
 MOST_NODES = 4096
@@ -61,6 +62,7 @@ class Request:
     sizes: Mapping[str, int] | None = None
     pins: Sequence[str] = ()
     opaque: Sequence[str] = ()
+    target: str = "autoplan"
 
 
 def search(
@@ -91,15 +93,20 @@ def search_plan(
     sizes: Mapping[str, int] | None = None,
     pins: Sequence[str] = (),
     opaque: Sequence[str] = (),
+    target: str = "autoplan",
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """The best plan for ``source`` (a model.py or config.json); defaults are filled in and stated.
+    """The best plan for ``source`` (a model.py or config.json) that ``target`` can run; what is left out is
+    filled in and stated.
 
     Raises BadInputError for input that cannot be used and InfeasibleError when nothing fits.
     """
     start = time.perf_counter()
     where = source.path if isinstance(source, ModelSource) else str(source)
-    request = Request(where, hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque))
+    request = Request(
+        where, hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque), target
+    )
+    target_named(target)
     require_counts(devices=devices, global_batch=global_batch)
     profile = load_profile(hw)
     parsed = parse_pins(request.pins)
@@ -123,7 +130,7 @@ def search_capture(
     """The best plan for a captured model; ``costs`` are those of an earlier search of it, if any."""
     _require_trainable(capture)
     capture_s = 0.0 if costs else capture.capture_s
-    costs = costs or ModelCosts(capture, CostModel(profile, capture.dtype), say, fused_kernels(profile))
+    costs = costs or model_costs(capture, profile, request.target, say)
     spent_before_s = costs.spent_s
     require_pinned_regions(pins, [region.name for region in costs.regions])
     if request.optimizer is None:
@@ -147,7 +154,7 @@ def search_capture(
         meshes_considered=outcome.considered,
         meshes_solved=outcome.solved,
         wall_s=ended - began,
-        space=SPACE,
+        space=space_text(finder.target),
     )
     spent_s = costs.spent_s - spent_before_s
     walls = {"capture": capture_s, "cost": spent_s}
@@ -167,6 +174,15 @@ def search_capture(
     )
 
 
+def model_costs(
+    capture: Capture, profile: HardwareProfile, target: str, say: Callable[[str], None]
+) -> ModelCosts:
+    """The costs of a captured model in layouts that the target runs; our fused kernels are ours alone."""
+    chosen = target_named(target)
+    kernels = fused_kernels(profile) if chosen.is_ours else ()
+    return ModelCosts(capture, CostModel(profile, capture.dtype), say, kernels, vocabulary=chosen.vocabulary)
+
+
 class Finder:
     """Fills in devices and batch, and solves for given ones; the capture and costs are shared."""
 
@@ -181,6 +197,7 @@ class Finder:
     ) -> None:
         self.capture, self.profile, self.costs = capture, profile, costs
         self.request, self.pins, self.say = request, pins, say
+        self.target = target_named(request.target)
 
     def devices_and_batch(self, assumptions: list[str]) -> tuple[int, int]:
         """The user's, or one node or the smallest number of nodes that fits, and a stated batch."""
@@ -233,10 +250,12 @@ class Finder:
             tokens_per_sample=self.capture.tokens_per_sample,
             pins=tuple(self.request.pins),
             opaque=tuple(self.request.opaque),
+            target=self.target.name,
         )
         return Pricing(self.costs, self.profile, workload, pins, self.candidates(devices, batch, pins))
 
     def candidates(self, devices: int, batch: int, pins: Pins) -> list[Candidate]:
+        pins = target_pins(self.target, pins, self.profile, [region.name for region in self.costs.regions])
         most = min(devices, self.profile.devices_per_node)
         degrees = self.costs.tp_degrees(most)
         if pins.tp and pins.tp not in degrees:
@@ -257,6 +276,7 @@ class Finder:
                 node=self.profile.devices_per_node,
             )
             found = with_experts(found, self.costs.expert_degrees, pins, self.profile.devices_per_node)
+            found = runnable_on(self.target, found, pins, experts=len(self.costs.expert_degrees) > 1)
             return with_fusions(found, self.costs.fused_kernels, pins)
         except BadInputError as error:
             if not self.capture.coupled_at:

@@ -35,6 +35,7 @@ from autoplan.planner.space import ALONE, Inside, divisors
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan_cost_models.between import work_between
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
+from autoplan_passes.calls import op_name
 from autoplan_passes.experts import expert_layout, find_expert_chains
 from autoplan_passes.fuse import Fused, described, fuse
 from autoplan_passes.shard import dry_groups, shard_region
@@ -59,9 +60,12 @@ class ModelCosts:
         cost_model: CostModel,
         say: Callable[[str], None],
         kernels: Sequence[str] = (),
+        *,
+        vocabulary: bool = False,
     ) -> None:
-        """``kernels``: the chip's fused ones (:func:`autoplan.planner.fusion_space.fused_kernels`)."""
-        self.capture = capture
+        """``kernels``: the chip's fused ones (:func:`autoplan.planner.fusion_space.fused_kernels`).
+        ``vocabulary``: tp cuts token tables along the vocabulary, whatever else may be faster."""
+        self.capture, self._vocabulary = capture, vocabulary
         self.cost_model = cost_model
         self.kernels = tuple(kernels)
         self._less_fused: dict[str, ModelCosts] = {}
@@ -118,7 +122,9 @@ class ModelCosts:
             return self, inside
         if inside.fuse not in self._less_fused:
             fewer = kernels_at(self.kernels, inside.fuse)
-            self._less_fused[inside.fuse] = ModelCosts(self.capture, self.cost_model, self._say, fewer)
+            self._less_fused[inside.fuse] = ModelCosts(
+                self.capture, self.cost_model, self._say, fewer, vocabulary=self._vocabulary
+            )
         return self._less_fused[inside.fuse], replace(inside, fuse=FUSE[0])
 
     def _base_graph(self, class_id: str) -> fx.GraphModule:
@@ -262,6 +268,8 @@ class ModelCosts:
             for node in base.graph.nodes
             if node.op == "placeholder" and (node.meta["source"], inside) in self._pinned
         }
+        if self._vocabulary:
+            pinned = {**vocabulary_pins(base.graph, inside.tp), **pinned}
         with dry_groups(before):
             layout = choose_layout(
                 base,
@@ -346,6 +354,17 @@ def with_sends(layout: Layout, local: fx.GraphModule) -> Layout:
         collectives_forward=dict(Counter(layout.collectives_forward) + forward),
         collectives_backward=dict(Counter(layout.collectives_backward) + backward),
     )
+
+
+def vocabulary_pins(graph: fx.Graph, tp: int) -> dict[str, State]:
+    """How frameworks store tables: the largest of a region cut along its rows (the vocabulary), the others
+    (of positions, of types) whole."""
+    lookups = [node for node in graph.nodes if op_name(node) == "aten.embedding"]
+    tables = {node.args[0] for node in lookups if getattr(node.args[0], "op", "") == "placeholder"}
+    ranked = sorted(tables, key=lambda table: -table.meta["val"].numel())
+    if tp == 1 or not ranked or ranked[0].meta["val"].shape[0] % tp:
+        return {}
+    return {table.name: parse_state("R" if i else "S(0)") for i, table in enumerate(ranked)}
 
 
 def inside_text(inside: Inside) -> str:

@@ -18,9 +18,7 @@ from autoplan.errors import BadInputError
 from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.plan import Mesh, Part
 from autoplan.planner.chain import Cut
-from autoplan.planner.driver import Finder, Request
-from autoplan.planner.fusion_space import fused_kernels
-from autoplan.planner.model_costs import ModelCosts
+from autoplan.planner.driver import Finder, Request, model_costs
 from autoplan.planner.pricing import Priced, Pricing
 from autoplan.planner.solve import first_cuts
 from autoplan.planner.space import Candidate, Pins, parse_pins, require_counts, require_pinned_regions
@@ -67,17 +65,20 @@ class Pricer:
         optimizer: str = "adamw",
         sizes: Mapping[str, int] | None = None,
         opaque: Sequence[str] = (),
+        target: str = "autoplan",
+        layouts: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """``layouts`` names the target whose layouts and kernels are priced, where that is not ``target``."""
         require_counts(devices=devices, global_batch=global_batch)
         self.profile = load_profile(hw)
         where = source.path if isinstance(source, ModelSource) else str(source)
-        self.request = Request(where, hw, devices, global_batch, dtype, optimizer, sizes, (), tuple(opaque))
+        self.request = Request(
+            where, hw, devices, global_batch, dtype, optimizer, sizes, (), tuple(opaque), target
+        )
         say(f"tracing {where}")
         self.capture = capture_model(source, dtype=dtype, sizes=sizes or {}, opaque=opaque)
-        self.costs = ModelCosts(
-            self.capture, CostModel(self.profile, self.capture.dtype), say, fused_kernels(self.profile)
-        )
+        self.costs = model_costs(self.capture, self.profile, layouts or target, say)
         self._say = say
 
     def price(

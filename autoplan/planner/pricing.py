@@ -23,7 +23,9 @@ from autoplan.plan import (
 from autoplan.planner.chain import NEVER, Chain, ChainItem, Cut, OnceAStep
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.space import Candidate, Pins
+from autoplan.planner.targets import first_blocks, recompute_kinds
 from autoplan.regions import Region
+from autoplan.targets import target_named
 from autoplan_cost_models.collectives import Span
 from autoplan_cost_models.region_cost import RegionCost
 from autoplan_cost_models.region_work import ParameterUse
@@ -71,6 +73,8 @@ class Pricing:
         options: Sequence[Candidate],
     ) -> None:
         self.costs, self.profile, self.workload, self.pins = costs, profile, workload, pins
+        self.target = target_named(workload.target)
+        self._first = first_blocks(self.target, [region.name for region in costs.regions])
         self.candidates = list(options)
         self.limit_bytes = memory_limit_bytes(profile)
         self._chains: dict[Candidate, Chain] = {}
@@ -93,8 +97,8 @@ class Pricing:
 
     def _chain(self, candidate: Candidate) -> Chain:
         kinds = {
-            (class_id, pinned): self._item(class_id, pinned, candidate)
-            for class_id, pinned in {self._kind(region) for region in self.costs.regions}
+            (class_id, kinds): self._item(class_id, kinds, candidate)
+            for class_id, kinds in {self._kind(region) for region in self.costs.regions}
         }
         costs = [self._cost(region.class_id, candidate) for region in self.costs.regions]
         trained = self._trained(candidate)
@@ -114,6 +118,7 @@ class Pricing:
             ),
             once_whole_s=self._once_whole_s(items, trained, candidate),
             hop_s=self.costs.cost_model.collective_s("p2p", least, span) if candidate.mesh.pp > 1 else 0.0,
+            first=self._first,
         )
 
     def could_fit(self, candidate: Candidate) -> bool:
@@ -157,13 +162,13 @@ class Pricing:
         told = tuple(Stage(stage.regions, p) for stage, p in zip(part.stages, predictions))
         return Priced(replace(part, stages=told), prediction, candidate)
 
-    def _kind(self, region: Region) -> tuple[str, str | None]:
-        return region.class_id, self.pins.recompute_of(region.name)
+    def _kind(self, region: Region) -> tuple[str, tuple[str, ...]]:
+        return region.class_id, recompute_kinds(self.target, region.name, self.pins)
 
     def _cost(self, class_id: str, candidate: Candidate) -> RegionCost:
         return self.costs.cost(class_id, candidate.inside, candidate.micro_batch)
 
-    def _item(self, class_id: str, pinned: str | None, candidate: Candidate) -> ChainItem:
+    def _item(self, class_id: str, kinds: tuple[str, ...], candidate: Candidate) -> ChainItem:
         cost, groups = self._cost(class_id, candidate), candidate.groups
         model, dtype = self.costs.cost_model, self.workload.dtype
         waits = [zero_exposed_s(cost, kind, model, groups, dtype) for kind in RECOMPUTE]
@@ -173,12 +178,12 @@ class Pricing:
         extra = tuple(
             max(0.0, slowest * cost.recompute_s[kind] + waits[i][1] - waits[0][1])
             + (RECOMPUTE_LAST_S if i else 0.0)
-            if pinned in (None, kind)
+            if kind in kinds
             else NEVER
             for i, kind in enumerate(RECOMPUTE)
         )
         return ChainItem(
-            key=f"{class_id}/{pinned or 'any'}",
+            key=f"{class_id}/{' '.join(kinds)}",
             forward_s=slowest * (cost.forward_s + passes[0]) + cost.tp_forward_s + waits[0][0],
             backward_s=backward_s,
             extra_s=(extra[0], extra[1], extra[2]),

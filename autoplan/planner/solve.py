@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autoplan.plan import zero_text
-from autoplan.planner.balance import balanced_cut, fits
+from autoplan.planner.balance import fits
 from autoplan.planner.chain import NEVER, Chain, Cut, quick_bound_s, without_once
 from autoplan.planner.columns import solve_chain
+from autoplan.planner.first_blocks import certain_pricer, first_balanced, interleaved_first, variants
 from autoplan.planner.interleave import solve_interleaved
-from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.pricing import Priced, Pricing
-from autoplan.planner.relaxed import RelaxedPricer
 from autoplan.planner.space import Candidate
 
 # A candidate whose lower bound is within this share of the best plan is not worth a solver's time; the
@@ -51,7 +50,7 @@ def fits_anywhere(pricing: Pricing) -> bool:
 def _fits(pricing: Pricing, candidate: Candidate) -> bool:
     """Whether a cut fits for certain, or one that may fit does when it is counted region by region."""
     chain = pricing.chain(candidate)
-    if chain.vpp == 1 and fits(ColumnPricer(chain)):
+    if chain.vpp == 1 and any(fits(certain_pricer(option)) for option in reversed(variants(chain))):
         return True
     return any(pricing.priced(candidate, cut).fits for cut in first_cuts(chain)[0])
 
@@ -60,9 +59,10 @@ def first_cuts(chain: Chain, incumbent_s: float = NEVER) -> tuple[tuple[Cut, ...
     """Good cuts found without a solver (they fit, or may where only the count region by region tells), and a
     bound on the chain: ``inf`` where nothing fits."""
     if chain.vpp > 1:
-        solved = solve_interleaved(chain, incumbent_s=incumbent_s)
+        solver = interleaved_first if chain.first else solve_interleaved
+        solved = solver(chain, incumbent_s=incumbent_s)
         return solved.cuts, solved.bound_s
-    cut = balanced_cut(ColumnPricer(chain)) or balanced_cut(RelaxedPricer(chain))
+    cut = first_balanced(chain)
     return ((), NEVER) if cut is None else ((cut,), 0.0)
 
 
@@ -104,7 +104,7 @@ def _next_best(pricing: Pricing, ranked: Iterator[Entry], tried: Sequence[Priced
     for _, candidate, chain in itertools.islice(unseen, MORE_TO_SHOW):
         if candidate.mesh in meshes or chain.vpp > 1 or not pricing.could_fit(candidate):
             continue
-        cut = balanced_cut(ColumnPricer(chain))
+        cut = first_balanced(chain)
         if cut is not None:
             meshes.add(candidate.mesh)
             yield pricing.priced(candidate, cut)

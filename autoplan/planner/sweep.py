@@ -18,11 +18,9 @@ from autoplan.capture.program import Capture
 from autoplan.errors import AutoplanError, BadInputError
 from autoplan.hardware import load_profile
 from autoplan.plan import Plan
-from autoplan.planner.driver import Request, search_capture
-from autoplan.planner.fusion_space import fused_kernels
+from autoplan.planner.driver import Request, model_costs, search_capture
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.space import parse_pins, require_counts
-from autoplan_cost_models import CostModel
 
 MOST_POINTS = 256
 KNOWN = ("devices", "global_batch")
@@ -128,9 +126,7 @@ class _Searches:
             capture = self._capture(dtype, sizes)
             key = (id(capture), profile.name)
             if key not in self._costs:
-                self._costs[key] = ModelCosts(
-                    capture, CostModel(profile, capture.dtype), self._say, fused_kernels(profile)
-                )
+                self._costs[key] = model_costs(capture, profile, request.target, self._say)
             pins, start = parse_pins(request.pins), time.perf_counter()
             plan = search_capture(
                 capture, profile, request, pins, [], start, self._say, costs=self._costs[key]

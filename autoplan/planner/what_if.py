@@ -14,9 +14,7 @@ from autoplan.capture.program import Capture
 from autoplan.errors import AutoplanError
 from autoplan.hardware import CollectiveFit, HardwareProfile, Quantity
 from autoplan.plan import Plan
-from autoplan.planner.driver import Request, search_capture
-from autoplan.planner.fusion_space import fused_kernels
-from autoplan.planner.model_costs import ModelCosts
+from autoplan.planner.driver import Request, model_costs, search_capture
 from autoplan.planner.space import parse_pins
 from autoplan_cost_models import CostModel
 
@@ -43,7 +41,7 @@ class WhatIf:
         self, plan: Plan, capture: Capture, profile: HardwareProfile, say: Callable[[str], None]
     ) -> None:
         self.plan, self.capture, self.profile, self._say = plan, capture, profile, say
-        self.costs = ModelCosts(capture, CostModel(profile, capture.dtype), say, fused_kernels(profile))
+        self.costs = model_costs(capture, profile, plan.workload.target, say)
         self._answers: dict[object, Answer] = {}
 
     def pinned(self, *pins: str) -> Answer:
@@ -81,6 +79,7 @@ class WhatIf:
             sizes=work.sizes,
             pins=tuple(pins),
             opaque=work.opaque,
+            target=work.target,
         )
         costs = self.costs
         if profile is not self.profile:

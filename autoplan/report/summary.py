@@ -26,6 +26,7 @@ def plan_summary_json(plan: Plan, path: str | Path = "") -> dict[str, Any]:
         "plan": str(path),
         "model": plan.model.name,
         "hardware": plan.hardware,
+        "target": plan.workload.target,
         "devices": plan.workload.devices,
         "global_batch": plan.workload.global_batch,
         "step_time_s": prediction.step_time_s if prediction else None,

@@ -7,11 +7,13 @@ the embedding's side, what follows the last the loss's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoplan.plan import Part, Plan, RegionPlan
 from autoplan.region_runs import container_of, fold_regions
+from autoplan.targets import Choice, Target, refusals
+from autoplan_codegen.exports.outcome import Lost
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,62 @@ def recompute_pins(part: Part, full: Sequence[int]) -> tuple[str, ...]:
             RegionPlan(block.region, "", "full" if i < count else "none") for i, block in enumerate(blocks)
         ]
     return tuple(f"{run.label}:recompute={run.recompute}" for run in fold_regions(entries))
+
+
+def block_losses(target: Target, plan: Plan, blocks: Blocks) -> list[Lost]:
+    """What the target's cuts through blocks, its recompute and its tables leave out of a plan."""
+    lost: list[Lost] = []
+    entries = [entry for stage in plan.parts[0].stages for entry in stage.regions]
+    if target.recomputed_blocks != "any":
+        others = [
+            e.region for e in entries if e.recompute != "none" and container_of(e.region) != blocks.container
+        ]
+        if others:
+            lost.append(Lost("recompute", f"of {', '.join(others)} too", "blocks alone are recomputed"))
+    around = [bool(container_of(entry.region)) for entry in entries]
+    if plan.parts[0].mesh.pp > 1 and target.block_lists == "one" and True in around:
+        first, last = around.index(True), len(around) - 1 - around[::-1].index(True)
+        if first > 1 or last < len(around) - 2:
+            planned = "cuts beside regions that stand around the blocks"
+            lost.append(Lost("stages", planned, "they stay with the first and last blocks"))
+    if target.vocabulary and plan.parts[0].mesh.tp > 1 and cuts_hidden(plan):
+        lost.append(Lost("layout", "tables cut along the hidden size", "along the vocabulary"))
+    return lost
+
+
+def stand_ins(
+    target: Target, plan: Plan, instead: Mapping[str, tuple[str, Mapping[str, object]]]
+) -> tuple[list[Lost], dict[str, object]]:
+    """What the target refuses of a plan, and the pins of what it runs instead (field -> (words, pins))."""
+    lost: list[Lost] = []
+    runs_as: dict[str, object] = {}
+    for refusal in refusals(target, choice_of(plan)):
+        words, pins = instead.get(refusal.field, ("nothing: it refuses to start", {}))
+        lost.append(Lost(refusal.field, refusal.planned, f"{words} ({refusal.why})"))
+        runs_as |= pins
+    return lost, runs_as
+
+
+def cuts_hidden(plan: Plan) -> bool:
+    """Whether tp cuts some lookup's table along its columns."""
+    rules = [rule for layout in plan.layouts.values() for rule in layout.on("tp").rules.items()]
+    return any(node.startswith("embedding") and rule.startswith("S(1)") for node, rule in rules)
+
+
+def choice_of(plan: Plan) -> Choice:
+    """What the plan decides for all regions at once."""
+    part = plan.parts[0]
+    return Choice(
+        part.mesh,
+        part.schedule,
+        part.vpp,
+        part.microbatches,
+        part.zero,
+        part.zero_shard,
+        sp=part.mesh.tp > 1 and is_sequence_parallel(plan),
+        cp_kind=context_kind(plan) if part.mesh.cp > 1 else "",
+        experts=part.mesh.ep > 1,
+    )
 
 
 def is_sequence_parallel(plan: Plan) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from autoplan.errors import BadInputError
 from autoplan.plan import Part, Plan
+from autoplan.targets import target_named
 from autoplan_codegen.exports.accelerate import accelerate_files
 from autoplan_codegen.exports.blocks import context_kind, is_sequence_parallel
 from autoplan_codegen.exports.deepspeed import deepspeed_files
@@ -33,9 +34,9 @@ class Target:
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
-        Target("megatron", "Megatron-LM core_v0.14 to 0.16", megatron_files),
-        Target("loongforge", "LoongForge v0.2.0", loongforge_files),
-        Target("torchtitan", "torchtitan 0.3.0", torchtitan_files),
+        Target("megatron", target_named("megatron").version, megatron_files),
+        Target("loongforge", target_named("loongforge").version, loongforge_files),
+        Target("torchtitan", target_named("torchtitan").version, torchtitan_files),
         Target("deepspeed", "DeepSpeed 0.19", deepspeed_files),
         Target("accelerate", "Accelerate 1.15 (FSDP2)", accelerate_files),
     )

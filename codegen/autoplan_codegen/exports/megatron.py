@@ -10,58 +10,67 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autoplan.plan import Part, Plan
+from autoplan.targets import Target, target_named
 from autoplan_codegen.exports.blocks import (
     Blocks,
     StageBlocks,
+    block_losses,
     context_kind,
     find_blocks,
     is_sequence_parallel,
     recompute_pins,
+    stand_ins,
 )
 from autoplan_codegen.exports.outcome import Lost, Outcome, Setting
 
-CONTEXT_PARALLEL_KINDS = {"ring": "p2p", "ulysses": "a2a"}
+# What it runs instead of what it cannot: field -> (words, pins).
+INSTEAD: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "schedule": ("1f1b", {"schedule": "1f1b"}),
+    "zero": ("the distributed optimizer (ZeRO 1)", {"zero": 1}),
+    "zero_shard": ("one group of all replicas", {"zero_shard": None}),
+    "sp": ("with sequence parallelism", {"sp": 1}),
+}
 
 
 def megatron_files(plan: Plan, part: Part, environment: Mapping[str, str]) -> Outcome:
     """``megatron.sh``: the environment and ``MEGATRON_ARGS``, to append to a launch line."""
-    return _outcome(plan, part, environment, "megatron", per_stage_recompute=False)
+    return _outcome(plan, part, environment, target_named("megatron"))
 
 
 def loongforge_files(plan: Plan, part: Part, environment: Mapping[str, str]) -> Outcome:
     """``loongforge.sh``: Megatron's arguments and LoongForge's, which recompute other counts per stage."""
-    return _outcome(plan, part, environment, "loongforge", per_stage_recompute=True)
+    return _outcome(plan, part, environment, target_named("loongforge"))
 
 
-def _outcome(
-    plan: Plan, part: Part, environment: Mapping[str, str], target: str, *, per_stage_recompute: bool
-) -> Outcome:
+def _outcome(plan: Plan, part: Part, environment: Mapping[str, str], target: Target) -> Outcome:
     blocks = find_blocks(part)
-    lost: list[Lost] = []
-    runs_as: dict[str, object] = {}
-    settings = [*_degrees(plan, part), *_batch(plan, part), *_precision(plan)]
-    settings += _pipeline(part, blocks, lost, runs_as)
-    settings += _data_parallel(part, lost, runs_as)
-    recompute, full = _recompute(part, blocks, lost, per_stage=per_stage_recompute)
+    lost, runs_as = stand_ins(target, plan, INSTEAD)
+    lost += block_losses(target, plan, blocks)
+    settings = [*_degrees(plan, part, target, runs_as), *_batch(plan, part), *_precision(plan)]
+    settings += _pipeline(part, blocks, lost)
+    settings += _data_parallel(replace(part, zero=1) if "zero" in runs_as else part, runs_as)
+    per_stage = target.recomputed_blocks == "stage_first" and part.vpp == 1
+    recompute, full = _recompute(part, blocks, lost, per_stage=per_stage)
     settings += recompute
     pins = recompute_pins(part, full) if full is not None else ()
     variables = {**environment, **_connections(part)}
-    text = _script(plan, target, variables, settings, lost)
-    return Outcome({f"{target}.sh": text}, tuple(settings), tuple(lost), runs_as, pins)
+    text = _script(plan, target.name, variables, settings, lost)
+    return Outcome({f"{target.name}.sh": text}, tuple(settings), tuple(lost), runs_as, pins)
 
 
-def _degrees(plan: Plan, part: Part) -> list[Setting]:
+def _degrees(plan: Plan, part: Part, target: Target, runs_as: Mapping[str, object]) -> list[Setting]:
     mesh = part.mesh
     found = [
         Setting("--tensor-model-parallel-size", str(mesh.tp)),
         Setting("--pipeline-model-parallel-size", str(mesh.pp)),
     ]
-    if is_sequence_parallel(plan):
+    if is_sequence_parallel(plan) or runs_as.get("sp"):
         found.append(Setting("--sequence-parallel", ""))
     if mesh.cp > 1:
-        kind = CONTEXT_PARALLEL_KINDS[context_kind(plan)]
+        kind = target.cp[context_kind(plan)]
         found += [Setting("--context-parallel-size", str(mesh.cp)), Setting("--cp-comm-type", kind)]
     if mesh.ep > 1:
         found += [
@@ -88,11 +97,8 @@ def _precision(plan: Plan) -> list[Setting]:
     return [Setting(flag, "", "convergence")] if flag else []
 
 
-def _pipeline(part: Part, blocks: Blocks, lost: list[Lost], runs_as: dict[str, object]) -> list[Setting]:
+def _pipeline(part: Part, blocks: Blocks, lost: list[Lost]) -> list[Setting]:
     """The layout string ``Et*15|t*16|t*15L``; none where one stage holds everything."""
-    if part.schedule not in ("1f1b", "interleaved_1f1b"):
-        lost.append(Lost("schedule", part.schedule, "1f1b (Megatron-LM has no zero-bubble schedule)"))
-        runs_as["schedule"] = "1f1b"
     if part.mesh.pp == 1:
         return []
     if blocks.others:
@@ -114,17 +120,13 @@ def _stage_text(stage: StageBlocks) -> str:
     return f"{'E' if stage.embedding else ''}{layers}{'L' if stage.loss else ''}"
 
 
-def _data_parallel(part: Part, lost: list[Lost], runs_as: dict[str, object]) -> list[Setting]:
+def _data_parallel(part: Part, runs_as: Mapping[str, object]) -> list[Setting]:
     zero, mesh = part.zero, part.mesh
     if mesh.replicas == 1 or zero == 0:
         return []
-    groups = mesh.replicas // part.zero_shard if part.zero_shard else 1
+    groups = mesh.replicas // part.zero_shard if part.zero_shard and "zero_shard" not in runs_as else 1
     instances = [Setting("--num-distributed-optimizer-instances", str(groups))] if groups > 1 else []
-    if zero == 1 or mesh.pp > 1:
-        if zero > 1:
-            planned = f"ZeRO {zero} under pipeline parallelism"
-            lost.append(Lost("zero", planned, "the distributed optimizer (ZeRO 1)"))
-            runs_as["zero"] = 1
+    if zero == 1:
         overlap = [Setting("--overlap-grad-reduce", ""), Setting("--overlap-param-gather", "")]
         return [Setting("--use-distributed-optimizer", ""), *overlap, *instances]
     strategy = {2: "optim_grads", 3: "optim_grads_params"}[zero]

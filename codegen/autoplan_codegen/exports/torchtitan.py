@@ -10,14 +10,23 @@ import json
 from collections.abc import Mapping
 
 from autoplan.plan import Part, Plan
-from autoplan_codegen.exports.blocks import Blocks, find_blocks, is_sequence_parallel, recompute_pins
+from autoplan.targets import target_named
+from autoplan_codegen.exports.blocks import (
+    Blocks,
+    block_losses,
+    find_blocks,
+    is_sequence_parallel,
+    recompute_pins,
+    stand_ins,
+)
 from autoplan_codegen.exports.outcome import Lost, Outcome, Setting
 
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved_1f1b": "Interleaved1F1B",
-    "zb_h1": "InterleavedZeroBubble",
+# What it runs instead of what it cannot: field -> (words, pins).
+INSTEAD: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "zero": ("FSDP2 that keeps gathered weights (ZeRO 2)", {"zero": 2}),
+    "schedule": ("1F1B", {"schedule": "1f1b"}),
+    "vpp": ("1F1B of one stage a rank", {"schedule": "1f1b", "vpp": 1}),
+    "cp": ("keys and values of all ranks", {"cp_kind": "ring"}),
 }
 WRAPPERS = {"full": "FullAC", "selective": "SelectiveAC"}
 
@@ -25,10 +34,12 @@ WRAPPERS = {"full": "FullAC", "selective": "SelectiveAC"}
 def torchtitan_files(plan: Plan, part: Part, environment: Mapping[str, str]) -> Outcome:
     """``autoplan_torchtitan.py``: give it ``BASE``, a function of torchtitan's own registry."""
     blocks = find_blocks(part)
-    lost: list[Lost] = []
-    runs_as: dict[str, object] = {}
+    target = target_named("torchtitan")
+    lost, runs_as = stand_ins(target, plan, INSTEAD)
+    lost += block_losses(target, plan, blocks)
     training = _training(plan, part)
-    parallelism = {**_degrees(plan, part, lost, runs_as), **_pipeline(part, blocks, lost)}
+    schedule = target.schedules[str(runs_as.get("schedule", part.schedule))]
+    parallelism = {**_degrees(plan, part), **_pipeline(part, blocks, lost, schedule)}
     recompute, full = _recompute(blocks, lost)
     settings = [
         *(
@@ -59,12 +70,10 @@ def _training(plan: Plan, part: Part) -> dict[str, object]:
     return found
 
 
-def _degrees(plan: Plan, part: Part, lost: list[Lost], runs_as: dict[str, object]) -> dict[str, object]:
+def _degrees(plan: Plan, part: Part) -> dict[str, object]:
+    """FSDP2 shards over cp by itself, so groups are counted without it."""
     mesh = part.mesh
-    shard = min(part.zero_shard or mesh.dp, mesh.dp) if part.zero else 1
-    if part.zero == 1:
-        lost.append(Lost("zero", "ZeRO 1", "FSDP2 that keeps gathered weights (ZeRO 2)"))
-        runs_as["zero"] = 2
+    shard = max(1, (part.zero_shard or mesh.replicas) // mesh.cp) if part.zero else 1
     found: dict[str, object] = {
         "data_parallel_replicate_degree": mesh.dp // shard,
         "data_parallel_shard_degree": shard,
@@ -79,11 +88,11 @@ def _degrees(plan: Plan, part: Part, lost: list[Lost], runs_as: dict[str, object
     return found
 
 
-def _pipeline(part: Part, blocks: Blocks, lost: list[Lost]) -> dict[str, object]:
+def _pipeline(part: Part, blocks: Blocks, lost: list[Lost], schedule: str) -> dict[str, object]:
     if part.mesh.pp == 1:
         return {}
     found: dict[str, object] = {
-        "pipeline_parallel_schedule": SCHEDULES[part.schedule],
+        "pipeline_parallel_schedule": schedule,
         "pipeline_parallel_microbatch_size": part.micro_batch,
     }
     if blocks.others:
@@ -111,6 +120,9 @@ def _stages_text(blocks: Blocks) -> str:
 def _recompute(blocks: Blocks, lost: list[Lost]) -> tuple[str, list[int] | None]:
     """The wrapper's name, and the blocks of each stage that are then recomputed whole (None: as planned)."""
     kind = blocks.recompute
+    if kind == "selective":
+        planned = "all but products and attention"
+        lost.append(Lost("recompute selective", planned, "every second product is recomputed too"))
     if kind != "mixed":
         return WRAPPERS.get(kind, ""), None
     some_full = any(stage.full for stage in blocks.stages)
