@@ -6,7 +6,7 @@ and gradients together, so that a training loop around ``ParallelModel.step`` se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from autoplan.runtime.gradients import (
     sum_over_homes,
     whole_tensor,
 )
+from autoplan.runtime.lengths import further_programs, serving
 from autoplan.runtime.load import (
     Place,
     build_stage,
@@ -70,8 +71,14 @@ class ParallelModel:
     """
 
     def __init__(
-        self, program: RunProgram, model: nn.Module, ranks: Ranks, stages_dir: Path | None = None
+        self,
+        program: RunProgram,
+        model: nn.Module,
+        ranks: Ranks,
+        stages_dir: Path | None = None,
+        others: Sequence[RunProgram] = (),
     ) -> None:
+        """``others``: programs for batches of other sizes, which compute with the same parameters."""
         self.program, self.ranks, self.rank, self.mesh = program, ranks, ranks.rank, ranks.mesh
         tensors = model_tensors(model)
         require_equal(tensors, "weights", SEED_REMEDY, ranks.device)
@@ -86,35 +93,26 @@ class ParallelModel:
         self._zero = part.zero if ranks.shape.replicas > 1 else 0
         self._replicas = join_replicas(ranks, part.zero_shard if self._zero else 0)
         self._low = program.low_precision
-        # FSDP2 keeps its shards in fp32 and rounds what it gathers.
-        stored = torch.float32 if self._low and self._zero > 1 else self._low
         held: dict[tuple[str, str], nn.Parameter] = {}
-        here: list[RankStage] = []
-        for number in range(ranks.pp, len(program.stages), ranks.shape.pp):
-            source = program.sources[number]
-            code = import_stage(source, number, stages_dir)
-            if hasattr(code, "bind"):
-                vars(code)["bind"]({axis: ranks.group(axis) for axis in ranks.region_axes})
-            place = Place(ranks.places, ranks.device)
-            shared = {
-                r.path for r in source.parameters if replicas_of(r.placement, self._replicas).shards > 1
-            }
-            stage = build_stage(code, source, tensors, program.constants, place, self._low, stored, shared)
-            here.append(RankStage(number, stage, code))
-            if self._zero < 2:
-                share_parameters(stage, source, held)
+        here = self._build(program, tensors, held, stages_dir)
+        further = [
+            self._build(other, tensors, held, stages_dir / f"size_{i}" if stages_dir else None)
+            for i, other in enumerate(others, 1)
+        ]
         self.stages = {stage.number: stage.module for stage in here}
         self._fully_sharded = [self._shard(number) for number in self.stages] if self._zero > 1 else []
         trained: dict[nn.Parameter, Trained] = {}
         homes = [home for home in program.homes if home.stage in self.stages]
         self.owned = tuple(self._own(home, tensors, trained) for home in homes)
-        self._refresh = WeightRefresh(list(trained.values()), list(self.stages.values()))
+        modules = [stage.module for stages in (here, *further) for stage in stages]
+        self._refresh = WeightRefresh(list(trained.values()), modules)
         self._reduction = GradientReduction(list(trained.values()))
         self._partial = PartialGradients(self.owned, ranks)
         self._tied = tuple(self._tie(name) for name in program.tied)
         first = {home.name: home for home in reversed(program.homes)}
         self._first_homes = frozenset(first.values())
-        self._pipeline = Pipeline(here, program, ranks)
+        pairs = zip((program, *others), (here, *further))
+        self._pipelines = [Pipeline(stages, one, ranks) for one, stages in pairs]
         self.randomness = StepRandomness(ranks)
         self._fed = False
         self.steps_taken = 0
@@ -129,8 +127,9 @@ class ParallelModel:
         Every rank passes the whole global batch and takes its share. Gradients are added to ``.grad``,
         already summed and averaged over the ranks. :class:`BadInputError` if the batch does not fit the plan.
         """
-        pieces = split_batch(self.program, batch)
-        weights = piece_weights(self.program.loss_terms, pieces)
+        pipeline = self._pipelines[serving([one.program for one in self._pipelines], batch)]
+        pieces = split_batch(pipeline.program, batch)
+        weights = piece_weights(pipeline.program.loss_terms, pieces)
         if not self._fed:
             require_equal(tensors_of(batch), "global batch", BATCH_REMEDY, self.ranks.device)
             self._fed = True
@@ -140,7 +139,7 @@ class ParallelModel:
         for part in parts:
             part.begin()
         with self.randomness.use():
-            loss = self._pipeline.run(*self._share(pieces, weights))
+            loss = pipeline.run(*self._share(pieces, weights))
         for part in parts:
             part.finish()
         self._partial.finish()
@@ -154,6 +153,32 @@ class ParallelModel:
         self.steps_taken += 1
         self._log.note(self.steps_taken)
         return loss
+
+    def _build(
+        self,
+        program: RunProgram,
+        tensors: dict[str, torch.Tensor],
+        held: dict[tuple[str, str], nn.Parameter],
+        stages_dir: Path | None,
+    ) -> list[RankStage]:
+        """This rank's stages of a program, with the parameters of ``held`` where it has them already."""
+        ranks, here = self.ranks, list[RankStage]()
+        # FSDP2 keeps its shards in fp32 and rounds what it gathers.
+        stored = torch.float32 if self._low and self._zero > 1 else self._low
+        for number in range(ranks.pp, len(program.stages), ranks.shape.pp):
+            source = program.sources[number]
+            code = import_stage(source, number, stages_dir)
+            if hasattr(code, "bind"):
+                vars(code)["bind"]({axis: ranks.group(axis) for axis in ranks.region_axes})
+            place = Place(ranks.places, ranks.device)
+            shared = {
+                r.path for r in source.parameters if replicas_of(r.placement, self._replicas).shards > 1
+            }
+            stage = build_stage(code, source, tensors, program.constants, place, self._low, stored, shared)
+            here.append(RankStage(number, stage, code))
+            if self._zero < 2:
+                share_parameters(stage, source, held)
+        return here
 
     def _share(
         self, pieces: list[dict[str, torch.Tensor]], weights: list[tuple[float, ...]]
@@ -356,15 +381,18 @@ def parallelize(
     example_inputs: Any = None,
     loss_fn: Any = None,
     stages_dir: Path | str | None = None,
+    batches: Sequence[Any] = (),
 ) -> ParallelModel:
     """Make this process one rank of ``model`` trained under ``plan``.
 
     ``example_inputs`` is any batch (dict or tuple) that holds at least one micro-batch; without it the
     plan's own model file makes one. ``loss_fn(outputs, inputs)`` is needed where the model does not return
-    its loss. ``stages_dir`` is where the rank's code is written. Start one process per device
+    its loss. ``stages_dir`` is where the rank's code is written. ``batches``: global batches of the other
+    sizes that ``step`` will get, each compiled once, for the same parameters. Start one process per device
     (``torchrun``); the process groups are made here if they are not there. The user's model is only read.
     """
     with torch.random.fork_rng(devices=[]):  # the user's data must stay what they are in one process
         ranks = join_ranks(single_part(plan).mesh)
         program = trace_and_prepare(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
-        return ParallelModel(program, model, ranks, Path(stages_dir) if stages_dir else None)
+        others = further_programs(model, plan, program, batches, loss_fn)
+        return ParallelModel(program, model, ranks, Path(stages_dir) if stages_dir else None, others)
