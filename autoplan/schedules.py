@@ -269,15 +269,21 @@ class Moment:
         )  # fmt: skip
 
 
-@lru_cache(64 * _KEPT)
-def rank_moments(schedule: str, rank: int, ranks: int, vpp: int, microbatches: int) -> tuple[Moment, ...]:
-    """The moments of one rank over the whole step, each once, without those that hold less than another.
-
-    A long step repeats its middle, so a shorter one of as many groups of micro-batches is looked at.
-    """
+def moments_of(schedule: str, ranks: int, vpp: int, microbatches: int) -> int:
+    """Micro-batches of the shortest step with the same moments: a long step repeats its middle, so one of as
+    many groups of micro-batches as it takes to fill and drain has them all."""
     most = _PERIODS * ranks
-    if microbatches > most and schedule != "gpipe" and (vpp == 1 or microbatches % ranks == 0):
-        return rank_moments(schedule, rank, ranks, vpp, most)
+    periodic = schedule != "gpipe" and (vpp == 1 or microbatches % ranks == 0)
+    return most if periodic and microbatches > most else microbatches
+
+
+def rank_moments(schedule: str, rank: int, ranks: int, vpp: int, microbatches: int) -> tuple[Moment, ...]:
+    """The moments of one rank over the whole step, each once, without those that hold less than another."""
+    return _rank_moments(schedule, rank, ranks, vpp, moments_of(schedule, ranks, vpp, microbatches))
+
+
+@lru_cache(64 * _KEPT)
+def _rank_moments(schedule: str, rank: int, ranks: int, vpp: int, microbatches: int) -> tuple[Moment, ...]:
     walk = _Walk(TaskCode(ranks * vpp, microbatches), ranks, vpp)
     for what, task in _rank_steps(schedule, ranks, vpp, microbatches)[rank]:
         walk.take(what, task)

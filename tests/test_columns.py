@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoplan.planner.balance import joint_of, takes_of
+from autoplan.planner.balance import could_beat, joint_of, takes_of
 from autoplan.planner.chain import Chain, ChainItem, Cut, even_ends, quick_bound_s
-from autoplan.planner.columns import solve_chain
+from autoplan.planner.columns import solve_chain, whole_floor_s
+from autoplan.planner.critical import solve_boundaries
 from autoplan.planner.interleave import move_ends, solve_interleaved
 from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.solve import first_cuts
@@ -173,6 +174,8 @@ def test_columns_against_every_cut(seed: int, schedule: str) -> None:
         return
     best = min(plans)
     assert solved.bound_s <= best * (1 + 1e-9) and quick_bound_s(chain) <= best * (1 + 1e-9)
+    assert could_beat(chain, best * (1 + 1e-9)) and not could_beat(chain, 0.8 * best)
+    assert solve_chain(chain, incumbent_s=best * (1 + 1e-9)).bound_s <= best * (1 + 2e-9)
     assert solved.bound_s >= 0.9 * best
     found = [simulated_s(chain, *as_mixes(chain, cut)) for cut in solved.cuts if _fits(chain, cut)]
     assert found and min(found) <= 1.05 * best
@@ -231,8 +234,21 @@ def test_interleaved_against_every_recompute(seed: int, schedule: str) -> None:
     best = min(plans)
     assert solved.bound_s <= best * (1 + 1e-9)
     assert solved.bound_s >= 0.85 * best
-    found = [simulated_s(chain, *as_mixes(chain, cut)) for cut in solved.cuts if _fits(chain, cut)]
-    assert found and min(found) <= 1.05 * best
+    closer = solve_boundaries(chain)
+    assert 0.89 * best <= closer.bound_s <= best * (1 + 1e-9)
+    cuts = [cut for cut in (*solved.cuts, *closer.cuts) if _fits(chain, cut)]
+    found = [simulated_s(chain, *as_mixes(chain, cut)) for cut in cuts]
+    assert found and min(found) <= 1.02 * best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_stage_never_beats_its_floor(seed: int) -> None:
+    """Meshes without a pipeline are dropped by it, before anything is looked at region by region."""
+    chain = make_chain(seed, 6, 1, 3, 4.0)
+    bounds = [(0, 6)]
+    plans = [simulated_s(chain, bounds, mixes) for mixes in fitting(chain, bounds)]
+    assert whole_floor_s(chain) <= min(plans, default=float("inf")) * (1 + 1e-9)
+    assert not plans or whole_floor_s(chain) >= 0.8 * min(plans)
 
 
 @pytest.mark.parametrize(

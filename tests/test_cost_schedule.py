@@ -7,13 +7,15 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import autoplan.schedules
 from autoplan.errors import BadInputError
-from autoplan.schedules import SCHEDULES, Task, rank_actions, rank_moments, rank_orders
+from autoplan.schedules import SCHEDULES, Task, rank_actions, rank_moments, rank_orders, splits_backward
 from autoplan_cost_models import in_flight, lower_bound_s, simulate
+from autoplan_cost_models.schedule import critical_path
 
 EQUAL = [(1, 1), (2, 2), (4, 4), (4, 16), (8, 8), (8, 32), (5, 13)]
 SHAPES = [  # schedule, ranks, stages a rank
@@ -136,6 +138,23 @@ def test_simulation_is_never_below_the_bound_and_often_near() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "vpp"), SHAPES)
+def test_a_critical_path_holds_for_any_seconds(schedule: str, ranks: int, vpp: int) -> None:
+    """It is exact for the seconds it was found with, and becomes a row of a bound on all others."""
+    draw = np.random.default_rng(ranks * vpp)
+    for microbatches in (1, ranks, 3 * ranks + 1):
+        after_s = draw.uniform(0, 2, ranks).tolist()
+        pair = draw.uniform(0.2, 3.0, (2, 3, ranks * vpp))
+        pair[:, 2] *= splits_backward(schedule)
+        path, other = (
+            critical_path(schedule, seconds, microbatches, 0.05, vpp=vpp, after_s=after_s) for seconds in pair
+        )
+        rows_s = [float(np.sum(path.counts * seconds)) for seconds in pair]
+        more_s = 0.05 * path.hops + after_s[path.rank]
+        assert math.isclose(rows_s[0] + more_s, path.ends_s)
+        assert rows_s[1] + more_s <= other.ends_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "vpp"), SHAPES)
 @pytest.mark.parametrize("extra", [0, 1, 9])
 def test_events_are_legal_and_hold_what_in_flight_says(
     schedule: str, ranks: int, vpp: int, extra: int
@@ -176,9 +195,7 @@ def test_long_steps_hold_what_shorter_ones_do(
         short = set(rank_moments(schedule, rank, ranks, vpp, long))
         with monkeypatch.context() as patch:
             patch.setattr(autoplan.schedules, "_PERIODS", 100)
-            rank_moments.cache_clear()
             assert short == set(rank_moments(schedule, rank, ranks, vpp, long))
-        rank_moments.cache_clear()
 
 
 def test_unknown_schedule_names_the_known_ones() -> None:

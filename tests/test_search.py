@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 
 from autoplan.capture import capture_model
 from autoplan.hardware import load_profile
-from autoplan.plan import Plan, Workload
+from autoplan.plan import RECOMPUTE, Plan, Workload
 from autoplan.planner.balance import balanced_cut
-from autoplan.planner.chain import quick_bound_s, without_once
+from autoplan.planner.chain import Cut, even_ends, quick_bound_s, without_once
 from autoplan.planner.columns import solve_chain
 from autoplan.planner.driver import search_plan
+from autoplan.planner.interleave import move_ends
 from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Pricing
-from autoplan.planner.space import Pins, candidates
+from autoplan.planner.solve import TOLERANCE, solve
+from autoplan.planner.space import Candidate, Pins, candidates
 from autoplan_cost_models import CostModel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -106,6 +109,46 @@ def test_no_plan_beats_its_bounds(two_nodes: Pricing) -> None:
             assert solve_chain(chain).bound_s <= step_s, candidate
         checked += 1
     assert checked > 60
+
+
+def test_no_random_plan_beats_a_proved_one(two_nodes: Pricing) -> None:
+    """Hundreds of plans chosen whole at random, where memory is short: a bound that left a plan out shows."""
+    whole = solve(two_nodes, lambda _: None).best
+    assert whole is not None
+    states = min(stage.memory_peak_bytes for stage in whole.stages)
+    tight = _with_memory(two_nodes, 0.6 * states)
+    outcome = solve(tight, lambda _: None)
+    assert outcome.best is not None and outcome.best.fits
+    draw, fitting, nearest = random.Random(0), 0, float("inf")
+    for candidate in draw.choices(tight.candidates, k=500):
+        priced = tight.priced(candidate, _random_cut(tight, candidate, draw))
+        if priced.fits:
+            fitting += 1
+            nearest = min(nearest, priced.prediction.step_time_s)
+    assert fitting > 100
+    assert nearest >= outcome.bound_s * (1 - 1e-9)
+    assert nearest >= outcome.best.prediction.step_time_s * (1 - TOLERANCE)
+
+
+def _with_memory(pricing: Pricing, limit_bytes: float) -> Pricing:
+    """The same space where a device may hold so much."""
+    profile = pricing.profile
+    memory = {"memory_bytes": limit_bytes, "reserve_bytes": 0.0, "fragmentation": 0.0}
+    small = {name: dataclasses.replace(getattr(profile, name), value=value) for name, value in memory.items()}
+    profile = dataclasses.replace(profile, **small)
+    costs = pricing.costs.repriced(CostModel(profile, "bf16"))
+    return Pricing(costs, profile, pricing.workload, Pins(), pricing.candidates)
+
+
+def _random_cut(pricing: Pricing, candidate: Candidate, draw: random.Random) -> Cut:
+    """Any boundaries where stages may be uneven, else those of the space, and any recompute."""
+    chain = pricing.chain(candidate)
+    regions = len(chain.items)
+    ends = [*sorted(draw.sample(range(1, regions), chain.stages - 1)), regions]
+    if chain.vpp > 1:
+        ends = move_ends(chain, even_ends(chain), [0] * regions)
+    often = [draw.random() for _ in RECOMPUTE]
+    return Cut(tuple(ends), tuple(draw.choices(RECOMPUTE, often, k=regions)))
 
 
 @pytest.mark.parametrize(

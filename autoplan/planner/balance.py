@@ -7,9 +7,15 @@ stage all it can hold leaves the least to the next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+
 from autoplan.plan import RECOMPUTE
-from autoplan.planner.chain import NEVER, Cut, Run
+from autoplan.planner.chain import NEVER, Chain, Cut, Run, least_once_s
 from autoplan.planner.mixes import Column, ColumnPricer
+from autoplan.planner.relaxed import RelaxedPricer
+from autoplan.schedules import splits_backward
 
 BISECTIONS = 14
 
@@ -21,18 +27,34 @@ def fits(pricer: ColumnPricer) -> bool:
 
 def fits_within(pricer: ColumnPricer, longest_s: float) -> bool:
     """The same, with every stage in ``longest_s``."""
-    return _fill(pricer, longest_s) is not None
+    return _fill(pricer, lambda _: longest_s) is not None
+
+
+def could_beat(chain: Chain, incumbent_s: float) -> bool:
+    """Whether some cut of a chain with one stage a rank might take less than ``incumbent_s`` seconds.
+
+    A stage that starts at region i takes t <= (T - P(i)) / m: its m micro-batches follow the first one's way
+    through the regions before it, P(i) seconds at least (and back, unless weight gradients fill that time).
+    Giving each stage all it can hold within this and its memory covers most regions.
+    """
+    least = min(item.output_bytes for item in chain.kinds.values())
+    even = {key: replace(item, output_bytes=least) for key, item in chain.kinds.items()}
+    same = replace(chain, items=tuple(even[item.key] for item in chain.items))
+    split = splits_backward(chain.schedule)
+    whole = [i.forward_s if split else i.forward_s + i.backward_s + min(i.extra_s) for i in chain.items]
+    before, left_s = [0.0, *accumulate(whole)], incumbent_s - least_once_s(chain)
+    return _fill(RelaxedPricer(same), lambda first: (left_s - before[first]) / chain.microbatches) is not None
 
 
 def balanced_cut(pricer: ColumnPricer) -> Cut | None:
     """The cut whose slowest stage is fastest, by bisection on the time a stage may take."""
-    best = _fill(pricer, NEVER)
+    best = _fill(pricer, lambda _: NEVER)
     if best is None:
         return None
     low, high = 0.0, max(column.total_s for column in best)
     for _ in range(BISECTIONS if pricer.chain.stages > 1 else 0):
         middle = (low + high) / 2
-        found = _fill(pricer, middle)
+        found = _fill(pricer, lambda _, most_s=middle: most_s)
         if found is None:
             low = middle
         else:
@@ -55,14 +77,14 @@ def cut_of(pricer: ColumnPricer, columns: list[Column]) -> Cut:
     return Cut(tuple(ends), tuple(recompute))
 
 
-def _fill(pricer: ColumnPricer, longest_s: float) -> list[Column] | None:
-    """Give each stage in turn as many regions as fit in memory and ``longest_s``."""
+def _fill(pricer: ColumnPricer, longest_s: Callable[[int], float]) -> list[Column] | None:
+    """Give each stage in turn as many regions as fit in memory and in ``longest_s`` of its first region."""
     regions, stages = len(pricer.chain.items), pricer.chain.stages
     columns: list[Column] = []
     first = 0
     for stage in range(stages):
         most = regions - (stages - 1 - stage)
-        column = _longest(pricer, stage, first, most, longest_s)
+        column = _longest(pricer, stage, first, most, longest_s(first))
         if column is None:
             return None
         columns.append(column)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class ChainItem:
     weight_s: float = 0.0
     deferred_bytes: float = 0.0
 
-    @property
+    @cached_property
     def allowed(self) -> tuple[int, ...]:
         """The recompute options it may use."""
         return tuple(o for o in range(3) if self.extra_s[o] < NEVER)
@@ -100,6 +101,11 @@ class Chain:
     @property
     def ranks(self) -> int:
         return self.stages // self.vpp
+
+    @cached_property
+    def kinds(self) -> dict[str, ChainItem]:
+        """Every item once, by key."""
+        return {item.key: item for item in self.items}
 
 
 @dataclass(frozen=True)
@@ -239,8 +245,8 @@ def _split_s(totals: list[float], chain: Chain) -> float:
 
 def without_once(chain: Chain) -> Chain:
     """The chain of replicas that exchange nothing and update for free."""
-    items = tuple(replace(item, once=OnceAStep()) for item in chain.items)
-    return replace(chain, items=items, once_whole_s=(0.0, 0.0))
+    free = {item.key: replace(item, once=OnceAStep()) for item in chain.kinds.values()}
+    return replace(chain, items=tuple(free[item.key] for item in chain.items), once_whole_s=(0.0, 0.0))
 
 
 def shown_once_s(once: Sequence[OnceAStep], forward_s: float, backward_s: float) -> float:

@@ -24,10 +24,11 @@ from pathlib import Path
 
 from ortools.math_opt.python import mathopt
 
-from autoplan.planner.balance import cut_of
+from autoplan.planner.balance import could_beat, cut_of
 from autoplan.planner.chain import NEVER, Chain, Cut, Run, Solved, quick_bound_s
 from autoplan.planner.first_blocks import certain_pricer, is_in_time, relaxed_pricer, variants
 from autoplan.planner.mixes import Column, ColumnPricer
+from autoplan.planner.rank_room import RankRoom, stages_of
 from autoplan.schedules import splits_backward
 from autoplan_cost_models.schedule import bound_rows
 
@@ -56,6 +57,8 @@ def _solve_one(chain: Chain, incumbent_s: float, time_limit_s: float) -> Solved:
     if chain.stages == 1:
         whole = [column for column in (_whole(relaxed), _whole(pricer)) if column is not None]
         return Solved(_distinct(pricer, [[column] for column in whole]), _whole_bound_s(chain, whole))
+    if incumbent_s < NEVER and not could_beat(chain, incumbent_s):
+        return Solved((), incumbent_s)
     chosen, bound_s = _choose(
         chain, pricer.runs, _columns(chain, relaxed, incumbent_s), "bound", time_limit_s
     )
@@ -76,6 +79,18 @@ def _whole(pricer: ColumnPricer) -> Column | None:
     return pricer.column(0, 0, 2 * len(takes), takes)
 
 
+def whole_floor_s(chain: Chain) -> float:
+    """A bound on a single stage without looking at mixes: the least recompute if regions could be recomputed
+    in part. What more backward hides of the replicas' traffic is that much at most."""
+    least = sum(item.forward_s + item.backward_s + min(item.extra_s) for item in chain.items)
+    more_s = RankRoom(chain, 0, stages_of(chain, [len(chain.items)], 0)).least_extra_s()
+    if more_s == NEVER:
+        return NEVER
+    shown_s, least_shown_s = chain.once_whole_s
+    update_s = sum(item.once.update_s for item in chain.items)
+    return chain.microbatches * (least + more_s) + max(least_shown_s, shown_s - more_s) + update_s
+
+
 def _whole_bound_s(chain: Chain, whole: Sequence[Column]) -> float:
     """A single stage: its micro-batches one after another, then sync and update."""
     if not whole:
@@ -86,6 +101,8 @@ def _whole_bound_s(chain: Chain, whole: Sequence[Column]) -> float:
 def _columns(chain: Chain, pricer: ColumnPricer, incumbent_s: float) -> list[Column]:
     """Every column that fits and could be part of a plan faster than the incumbent."""
     last, longest_s = 2 * len(pricer.runs), incumbent_s / chain.microbatches
+    kinds = [pricer.kinds[run.key] for run in pricer.runs]
+    least = [kind.forward_s + kind.backward_s + min(kind.extra_s) for kind in kinds]
     columns: list[Column] = []
     for stage in range(chain.stages):
         starts = range(last) if stage else (0,)
@@ -94,6 +111,8 @@ def _columns(chain: Chain, pricer: ColumnPricer, incumbent_s: float) -> list[Col
                 if (end == last) != (stage == chain.stages - 1):
                     continue
                 if sum(n for _, n in takes) > len(chain.items) - chain.stages + 1:
+                    continue
+                if sum(least[run] * n for run, n in takes) > longest_s * (1 + 1e-9):
                     continue
                 column = pricer.column(stage, start, end, takes)
                 if column is not None and column.total_s <= longest_s:

@@ -29,7 +29,7 @@ from autoplan.planner.chain import (
     region_seconds,
     stage_seconds,
 )
-from autoplan.planner.rank_room import RankRoom, stages_of
+from autoplan.planner.rank_room import RankRoom, RankStage, stages_of
 from autoplan_cost_models.schedule import bound_rows, rank_ends
 from autoplan_cost_models.zero import added_s
 
@@ -39,9 +39,9 @@ MOVES = 200  # of one region over one boundary, at most
 def solve_interleaved(chain: Chain, *, incumbent_s: float = NEVER) -> Solved:
     """Cuts that fit by this module's count (pricing tells for certain; none where the bound passes the
     incumbent), and the bound on their boundaries."""
-    least = [min(item.allowed, key=lambda o, item=item: item.extra_s[o]) for item in chain.items]
+    least = least_options(chain)
     ends = move_ends(chain, even_ends(chain), least)
-    bound_s = boundaries_bound_s(chain, ends, least)
+    bound_s = boundaries_bound_s(chain, ends, least, incumbent_s)
     options = fit_ranks(chain, ends, least) if bound_s < incumbent_s else None
     if options is None:
         return Solved((), bound_s)
@@ -52,23 +52,42 @@ def solve_interleaved(chain: Chain, *, incumbent_s: float = NEVER) -> Solved:
     return Solved(tuple(Cut(tuple(e), tuple(RECOMPUTE[o] for o in own)) for e, own in cuts), bound_s)
 
 
-def boundaries_bound_s(chain: Chain, ends: Sequence[int], least: Sequence[int]) -> float:
-    """Seconds below which no plan with these boundaries runs; ``inf`` where it fits with no recompute."""
+def least_options(chain: Chain) -> list[int]:
+    """Of every region the option that takes least time."""
+    kinds = chain.kinds.items()
+    least = {key: min(item.allowed, key=lambda o, item=item: item.extra_s[o]) for key, item in kinds}
+    return [least[item.key] for item in chain.items]
+
+
+def boundaries_bound_s(
+    chain: Chain, ends: Sequence[int], least: Sequence[int], enough_s: float = NEVER
+) -> float:
+    """Seconds below which no plan with these boundaries runs; ``inf`` where it fits with no recompute.
+
+    What is dear to count is left out where the bound is ``enough_s`` without it.
+    """
     rows = bound_rows(chain.schedule, chain.ranks, chain.vpp, chain.microbatches)
-    ranks = [RankRoom(chain, rank, stages_of(chain, ends, rank)) for rank in range(chain.ranks)]
-    more_s = [rank.least_extra_s() for rank in ranks]
-    if max(more_s) == NEVER:
-        return NEVER
     seconds = stage_seconds(chain, ends, least)
     own = np.array(rows.own)
-    often = rows.backward.reshape(len(own), chain.vpp, chain.ranks)[np.arange(len(own)), :, own].min(1)
     steps_s = rows.forward @ seconds[0] + rows.backward @ seconds[1] + rows.weight @ seconds[2]
-    steps_s += often * np.array(more_s)[own] + rows.hops * chain.hop_s
-    syncs_s = np.array([_shown_sync_s(chain, ends, rank) for rank in range(chain.ranks)])
+    steps_s += rows.hops * chain.hop_s
+    stages = [stages_of(chain, ends, rank) for rank in range(chain.ranks)]
+    syncs_s = np.array([shown_sync_s(own) for own in stages])
+    once_s = chain.items[0].once.gather_alone_s
+    once_s += sum(item.once.update_s for item in chain.items) / chain.ranks
+    ended_s = syncs_s[list(rows.rank)] + once_s
+    bound_s = float(np.max(steps_s + ended_s))
+    if bound_s >= enough_s:
+        return bound_s
+    often = rows.backward.reshape(len(own), chain.vpp, chain.ranks)[np.arange(len(own)), :, own].min(1)
+    more_s = np.array([RankRoom(chain, rank, own).least_extra_s() for rank, own in enumerate(stages)])
+    if np.max(more_s) == NEVER:
+        return NEVER
+    bound_s = float(np.max(steps_s + often * more_s[own] + ended_s))
+    if bound_s >= enough_s:
+        return bound_s
     simulated_s = np.array(_least_ends_s(chain, seconds))
-    last_s = max(float(np.max(simulated_s + syncs_s)), float(np.max(steps_s + syncs_s[list(rows.rank)])))
-    updates_s = sum(item.once.update_s for item in chain.items) / chain.ranks
-    return last_s + chain.items[0].once.gather_alone_s + updates_s
+    return max(bound_s, float(np.max(simulated_s + syncs_s)) + once_s)
 
 
 def _least_ends_s(chain: Chain, seconds: Floats) -> list[float]:
@@ -87,10 +106,10 @@ def _least_ends_s(chain: Chain, seconds: Floats) -> list[float]:
     )
 
 
-def _shown_sync_s(chain: Chain, ends: Sequence[int], rank: int) -> float:
+def shown_sync_s(stages: Sequence[RankStage]) -> float:
     """What the reduction of a rank's gradients adds at least: that of the first region, whose backward is the
     last, or what exceeds the longest backward of a micro-batch."""
-    items = [item for stage in stages_of(chain, ends, rank) for item in stage.items]
+    items = [item for stage in stages for item in stage.items]
     longest_s = sum(i.backward_s + max(i.extra_s[o] for o in i.allowed) for i in items)
     reduce_s = sum(item.once.reduce_s for item in items)
     return added_s(reduce_s, max(items[0].once.reduce_alone_s, reduce_s - longest_s))

@@ -49,11 +49,26 @@ def solve(program: LinearProgram) -> Solution:
     return Solution(*_run(program, integer=True), False)
 
 
-def _run(program: LinearProgram, integer: bool) -> tuple[list[float], float]:
+def solve_relaxed(program: LinearProgram) -> Solution | None:
+    """The optimum where variables may take any value from 0 to 1; None where no values satisfy the rows."""
+    result = _result(program, integer=False)
+    if result.termination.reason is mathopt.TerminationReason.INFEASIBLE:
+        return None
+    return Solution(*_values(program, result), False)
+
+
+def _result(program: LinearProgram, integer: bool) -> mathopt.SolveResult:
     model = mathopt.Model.from_model_proto(_message(program, integer))
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS)
+    return mathopt.solve(model, mathopt.SolverType.HIGHS)
+
+
+def _run(program: LinearProgram, integer: bool) -> tuple[list[float], float]:
+    return _values(program, _result(program, integer))
+
+
+def _values(program: LinearProgram, result: mathopt.SolveResult) -> tuple[list[float], float]:
     if result.termination.reason is not mathopt.TerminationReason.OPTIMAL:
-        raise RuntimeError(f"the layout program ended as {result.termination}")
+        raise RuntimeError(f"the linear program ended as {result.termination}")
     by_id = {variable.id: value for variable, value in result.variable_values().items()}
     values = [by_id[i] for i in range(len(program.costs))]
     return values, result.objective_value() / MICROSECONDS

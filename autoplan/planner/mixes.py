@@ -72,7 +72,7 @@ class ColumnPricer:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.runs = find_runs(chain)
-        self.kinds = {item.key: item for item in chain.items}
+        self.kinds = chain.kinds
         self.arriving_bytes = chain.arriving_bytes
         self._mix = functools.cache(self._cheapest_mix)
         self._frontiers = functools.cache(self._build_frontiers)

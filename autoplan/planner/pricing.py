@@ -22,7 +22,7 @@ from autoplan.plan import (
 )
 from autoplan.planner.chain import NEVER, Chain, ChainItem, Cut, OnceAStep
 from autoplan.planner.model_costs import ModelCosts
-from autoplan.planner.space import Candidate, Pins
+from autoplan.planner.space import Candidate, Inside, Pins
 from autoplan.planner.targets import first_blocks, recompute_kinds
 from autoplan.regions import Region
 from autoplan.targets import target_named
@@ -78,6 +78,10 @@ class Pricing:
         self.candidates = list(options)
         self.limit_bytes = memory_limit_bytes(profile)
         self._chains: dict[Candidate, Chain] = {}
+        self._held: dict[Inside, dict[str, list[ParameterUse]]] = {}
+        self._trained_by: dict[Inside, dict[str, Held]] = {}
+        self._whole_by: dict[Inside, Held] = {}
+        self._shared_pairs = _shared_pairs(costs.regions)
         self._count = Counter(region.class_id for region in costs.regions)
         held = Counter((region.class_id, name) for region in costs.regions for name in region.parameters)
         self._blocks_share = max(held.values(), default=0) > 1
@@ -100,10 +104,10 @@ class Pricing:
             (class_id, kinds): self._item(class_id, kinds, candidate)
             for class_id, kinds in {self._kind(region) for region in self.costs.regions}
         }
-        costs = [self._cost(region.class_id, candidate) for region in self.costs.regions]
+        cut_after = dict.fromkeys(region.class_id for region in self.costs.regions[:-1])
         trained = self._trained(candidate)
         span = Span(2, candidate.mesh.stage_devices)
-        least = min(cost.output_bytes for cost in costs)
+        least = min((self._cost(name, candidate).output_bytes for name in cut_after), default=0.0)
         items = tuple(kinds[self._kind(region)] for region in self.costs.regions)
         return Chain(
             items=items,
@@ -112,7 +116,7 @@ class Pricing:
             stages=candidate.mesh.pp,
             shared=self._shared(candidate),
             arriving_bytes=arriving_bytes(
-                sum(trained[region.class_id].total for region in self.costs.regions),
+                self._trained_whole(candidate).total,
                 self.workload.dtype,
                 candidate.groups,
             ),
@@ -216,8 +220,7 @@ class Pricing:
         """
         model, groups, dtype = self.costs.cost_model, candidate.groups, self.workload.dtype
         trained = self._trained(candidate)
-        whole = sum((trained[region.class_id] for region in self.costs.regions), Held())
-        own = trained[class_id]
+        whole, own = self._trained_whole(candidate), trained[class_id]
         if own.total == 0:
             return OnceAStep()
 
@@ -260,28 +263,37 @@ class Pricing:
 
     def _trained(self, candidate: Candidate) -> dict[str, Held]:
         """Trainable elements of a region of each class."""
-        return {name: held_trained(uses) for name, uses in self._held_first(candidate).items()}
+        inside = candidate.inside
+        if inside not in self._trained_by:
+            held = self._held_first(candidate)
+            self._trained_by[inside] = {name: held_trained(uses) for name, uses in held.items()}
+        return self._trained_by[inside]
+
+    def _trained_whole(self, candidate: Candidate) -> Held:
+        """Trainable elements of all regions."""
+        inside = candidate.inside
+        if inside not in self._whole_by:
+            trained = self._trained(candidate)
+            self._whole_by[inside] = sum((trained[r.class_id] for r in self.costs.regions), Held())
+        return self._whole_by[inside]
 
     def _held_first(self, candidate: Candidate) -> dict[str, list[ParameterUse]]:
         """Parameters of a region of each class; those that several classes share count in the first."""
+        if candidate.inside in self._held:
+            return self._held[candidate.inside]
         seen: set[str] = set()
         held: dict[str, list[ParameterUse]] = {}
         for class_id in self.costs.classes:
             uses = self._cost(class_id, candidate).parameters
             held[class_id] = [use for use in uses if use.source not in seen]
             seen.update(use.source for use in uses)
+        self._held[candidate.inside] = held
         return held
 
     def _shared(self, candidate: Candidate) -> tuple[tuple[int, int, float], ...]:
         """Parameters that regions of different classes read: counted once where both are on one stage."""
-        homes: dict[str, list[int]] = {}
-        for index, region in enumerate(self.costs.regions):
-            for name in region.parameters:
-                homes.setdefault(name, []).append(index)
         shared: list[tuple[int, int, float]] = []
-        for name, indices in homes.items():
-            if len(indices) < 2:
-                continue
+        for name, indices in self._shared_pairs:
             region = self.costs.regions[indices[0]]
             uses = self._cost(region.class_id, candidate).parameters
             use = next((use for use in uses if use.source == name), None)
@@ -289,6 +301,15 @@ class Pricing:
                 size = self._states([use], candidate).total
                 shared += [(indices[0], other, size) for other in indices[1:]]
         return tuple(shared)
+
+
+def _shared_pairs(regions: Sequence[Region]) -> list[tuple[str, list[int]]]:
+    """Parameters that several regions read, with where those are."""
+    homes: dict[str, list[int]] = {}
+    for index, region in enumerate(regions):
+        for name in region.parameters:
+            homes.setdefault(name, []).append(index)
+    return [(name, indices) for name, indices in homes.items() if len(indices) > 1]
 
 
 def _three(by_kind: Mapping[str, float]) -> tuple[float, float, float]:

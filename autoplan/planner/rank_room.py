@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.chain import NEVER, Chain, ChainItem, Floats
-from autoplan.schedules import rank_moments
+from autoplan.schedules import moments_of, rank_moments
 
 MOST_MOMENTS = 8  # that the least recompute looks at: those that lack most
 
@@ -70,8 +70,13 @@ class _Table(NamedTuple):
     running: NDArray[np.intp]
 
 
-@functools.lru_cache(4096)
 def _table(schedule: str, rank: int, ranks: int, vpp: int, microbatches: int) -> _Table:
+    """The moments as arrays; those of a long step are those of a shorter one."""
+    return _table_of(schedule, rank, ranks, vpp, moments_of(schedule, ranks, vpp, microbatches))
+
+
+@functools.lru_cache(4096)
+def _table_of(schedule: str, rank: int, ranks: int, vpp: int, microbatches: int) -> _Table:
     moments = rank_moments(schedule, rank, ranks, vpp, microbatches)
     stages = range(vpp)
     running = {"backward_weight": 0, "backward_input": 2}

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autoplan.plan import zero_text
-from autoplan.planner.balance import fits
+from autoplan.planner.balance import could_beat, fits
 from autoplan.planner.chain import NEVER, Chain, Cut, quick_bound_s, without_once
-from autoplan.planner.columns import solve_chain
+from autoplan.planner.columns import solve_chain, whole_floor_s
+from autoplan.planner.critical import solve_boundaries
 from autoplan.planner.first_blocks import certain_pricer, first_balanced, interleaved_first, variants
 from autoplan.planner.interleave import solve_interleaved
 from autoplan.planner.pricing import Priced, Pricing
@@ -57,11 +58,15 @@ def _fits(pricing: Pricing, candidate: Candidate) -> bool:
 
 def first_cuts(chain: Chain, incumbent_s: float = NEVER) -> tuple[tuple[Cut, ...], float]:
     """Good cuts found without a solver (they fit, or may where only the count region by region tells), and a
-    bound on the chain: ``inf`` where nothing fits."""
+    bound on the chain: ``inf`` where nothing fits. None where the bound passes the incumbent."""
     if chain.vpp > 1:
         solver = interleaved_first if chain.first else solve_interleaved
         solved = solver(chain, incumbent_s=incumbent_s)
         return solved.cuts, solved.bound_s
+    if incumbent_s < NEVER:
+        floor_s = whole_floor_s(chain) if chain.stages == 1 else 0.0
+        if floor_s >= incumbent_s or (chain.stages > 1 and not could_beat(chain, incumbent_s)):
+            return (), max(floor_s, incumbent_s)
     cut = first_balanced(chain)
     return ((), NEVER) if cut is None else ((cut,), 0.0)
 
@@ -77,11 +82,9 @@ def solve(pricing: Pricing, say: Callable[[str], None]) -> Outcome:
         if bound_s >= incumbent_s * (1 - TOLERANCE):
             bounds.append(bound_s)
             break
-        if chain.vpp > 1:  # its boundaries are given, and were priced
-            bounds.append(bound_s)
-            continue
         say(f"solving {describe(candidate)}; best so far {incumbent_s:.3g} s a step")
-        solution = solve_chain(chain, incumbent_s=incumbent_s)
+        solver = solve_boundaries if chain.vpp > 1 else solve_chain
+        solution = solver(chain, incumbent_s=incumbent_s)
         solved += 1
         found = [pricing.priced(candidate, cut) for cut in solution.cuts]
         tried += found

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoplan.errors import BadProfileError
 from autoplan.hardware import CollectiveFit, HardwareProfile
@@ -67,6 +67,9 @@ class Links:
     """Collective times on one cluster; ``fits[tier][kind]`` come from the profile."""
 
     profile: HardwareProfile
+    _known: dict[tuple[str, float, Span], float] = field(
+        default_factory=dict[tuple[str, float, Span], float], init=False, repr=False, compare=False
+    )
 
     def seconds(self, kind: str, message_bytes: float, span: Span) -> float:
         """Time of one collective; 0 for a group of one.
@@ -77,6 +80,12 @@ class Links:
         """
         if span.size <= 1 or message_bytes <= 0 or kind == "none":
             return 0.0
+        key = kind, message_bytes, span
+        if key not in self._known:
+            self._known[key] = self._seconds(kind, message_bytes, span)
+        return self._known[key]
+
+    def _seconds(self, kind: str, message_bytes: float, span: Span) -> float:
         inside = span.ranks_within(self.profile.devices_per_node)
         if kind == "p2p":
             return self._point_to_point(message_bytes, span)

@@ -7,7 +7,7 @@ Comes in: kernels (or a table of them) and a hardware profile. Goes out: seconds
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
 
@@ -46,6 +46,9 @@ class Speeds:
 
     profile: HardwareProfile
     attention: str = EAGER.attention
+    _passes: dict[float, float] = field(
+        default_factory=dict[float, float], init=False, repr=False, compare=False
+    )
 
     def seconds(self, table: KernelTable) -> Floats:
         """Seconds of every kernel of the table."""
@@ -77,7 +80,10 @@ class Speeds:
 
     def pass_seconds(self, moved_bytes: float) -> float:
         """One streaming pass that reads and writes ``moved_bytes`` together."""
-        return self.kernel_seconds(Kernel("memory", "int", moved_bytes)) if moved_bytes > 0 else 0.0
+        if moved_bytes not in self._passes:
+            kernel = Kernel("memory", "int", moved_bytes)
+            self._passes[moved_bytes] = self.kernel_seconds(kernel) if moved_bytes > 0 else 0.0
+        return self._passes[moved_bytes]
 
     def estimated(self, table: KernelTable) -> frozenset[str]:
         """Names of the estimated quantities these kernels were priced with."""

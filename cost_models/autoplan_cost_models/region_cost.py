@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class RegionCost:
     weight_s: float = 0.0
     deferred_items: tuple[NamedBytes, ...] = ()
 
-    @property
+    @cached_property
     def trainable_numel(self) -> int:
         return sum(use.numel for use in self.parameters if use.trainable)
 
@@ -84,7 +85,17 @@ class RegionCost:
         uses = [use for use in self.parameters if use.by_expert == by_expert]
         return float(sum(use.bytes for use in uses)), float(sum(use.numel for use in uses if use.trainable))
 
-    @property
+    @cached_property
+    def held_bytes(self) -> tuple[float, float]:
+        """Bytes of the parameters that all replicas have, and of experts' own."""
+        return self.held(by_expert=False)[0], self.held(by_expert=True)[0]
+
+    @cached_property
+    def held_trained(self) -> tuple[float, float]:
+        """The same in trained elements."""
+        return self.held(by_expert=False)[1], self.held(by_expert=True)[1]
+
+    @cached_property
     def parameter_bytes(self) -> float:
         return float(sum(use.bytes for use in self.parameters))
 

@@ -28,10 +28,12 @@ from autoplan.schedules import (
 __all__ = [
     "SCHEDULES",
     "BoundRows",
+    "CriticalPath",
     "Event",
     "Kind",
     "Timeline",
     "bound_rows",
+    "critical_path",
     "in_flight",
     "lower_bound_s",
     "rank_ends",
@@ -136,6 +138,45 @@ def _ends(
         free, arrived = ends[before], ends[needs] + hops[boundary]
         ends.append((free if free > arrived else arrived) + seconds[place])
     return ends[1:]
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """What decides when a step ends: tasks that wait for one another. ``counts`` of forwards, backwards
+    (without weight gradients where the schedule splits them) and weight gradients are [3, stages]; whatever
+    the stages' seconds, no run ends before their sum and ``hops`` hops, and what follows on ``rank``."""
+
+    counts: Floats
+    hops: int
+    rank: int
+    ends_s: float
+
+
+def critical_path(
+    schedule: str, seconds: Floats, microbatches: int, hop_s: float, *, vpp: int, after_s: Sequence[float]
+) -> CriticalPath:
+    """The tasks that decide the end of a step: ``seconds`` are [forward, backward, weight gradients][stage]
+    (backward without weight gradients), ``after_s`` what each rank adds after its last task."""
+    stages = seconds.shape[1]
+    flow = task_flow(schedule, stages // vpp, vpp, microbatches)
+    forward, backward, weight = (row.tolist() for row in seconds)
+    parts = [*forward, *backward, *backward, *weight]
+    ends = _ends(schedule, parts, vpp, microbatches, [hop_s] * (stages - 1))
+    last = {rank: task for task, rank in enumerate(flow.rank)}
+    rank = max(last, key=lambda r: ends[last[r]] + after_s[r])
+    counts, hops, task = [0.0] * (4 * stages), 0, last[rank] + 1
+    while task:
+        place, before, needs = flow.place[task - 1], flow.before[task - 1], flow.needs[task - 1]
+        counts[place] += 1.0
+        free_s = ends[before - 1] if before else 0.0
+        crossed = needs > 0 and flow.boundary[task - 1] >= 0
+        arrived_s = (ends[needs - 1] if needs else 0.0) + (hop_s if crossed else 0.0)
+        late = needs > 0 and arrived_s > free_s
+        hops += late and crossed
+        task = needs if late else before
+    table = np.array(counts).reshape(4, stages)
+    by_kind = np.stack([table[0], table[1] + table[2], table[3]])
+    return CriticalPath(by_kind, hops, rank, ends[last[rank]] + after_s[rank])
 
 
 # ---- a lower bound ------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def zero_exposed_s(
     """
     if groups.zero < 2:
         return 0.0, 0.0
-    weights, numel = held_bytes(cost.parameters), held_trained(cost.parameters)
+    weights, numel = Held(*cost.held_bytes), Held(*cost.held_trained)
     gather_s = groups.gather_s(cost_model, weights) if groups.zero == 3 else 0.0
     reduce_s = groups.scatter_s(cost_model, numel * reduced_bytes(cost_model, dtype))
     forward_s = cost.forward_s + cost.tp_forward_s
