@@ -1,11 +1,11 @@
-# Two commands on a fresh machine: `make demo` does the main job, `make test` proves it.
+# Two commands on a fresh machine: `make demo` does the main job, `make test` proves it; `make docs` builds the pages.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check-style setup clean
+.PHONY: demo test docs check-style setup clean
 
 setup: $(VENV)/.ready
 
@@ -31,6 +31,11 @@ check-style: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo 'open out/site/index.html'
 
 clean:
 	rm -rf $(VENV) $(OUT)
