@@ -72,6 +72,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 
 
 LAYOUT = "Et*8|t*8|t*8|t*8L"
+GLOBAL_BATCH = ("--global-batch-size", "train_batch_size", "global_batch_size")
 
 
 def flags(export: Export) -> dict[str, str]:
@@ -84,6 +85,8 @@ def test_every_setting_is_marked_and_every_loss_is_priced_by_pins(plan: Plan, ta
     export = export_plan(plan, target)
     convergence = {item.name for item in export.settings if item.changes == "convergence"}
     assert all(any(word in name for word in ("batch", "seq", "bf16", "precision")) for name in convergence)
+    batches = {item.value for item in export.settings if item.name.rpartition(".")[2] in GLOBAL_BATCH}
+    assert batches <= {str(plan.workload.global_batch)}, "a batch that nobody asked for"
     parse_pins(export.pins)
     degrees = dict(pin.split("=") for pin in export.pins if ":" not in pin)
     product = 1

@@ -135,6 +135,8 @@ def test_tables_fit_the_terminal(width: int) -> None:
     """Guards: lines that wrap in the middle of a table on a narrow terminal."""
     text = printed(PLAN, width)
     assert max(len(line) for line in text.splitlines()) <= width
+    told = "".join(text.split())  # at 40 columns the regions and their recompute once had no room
+    assert all(word in told for word in ("embed", "model.layers.", "full", "selective", "head", "GiB"))
     for told in ("stage", "31.0", "21.5", "~4.33 s", "optimizer states", "bubble", "--devices"):
         assert told in text, told
 

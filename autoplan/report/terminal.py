@@ -29,6 +29,8 @@ from autoplan.validation.worth import worth_text
 _FILE_WIDTH = 110
 _LEAST_WIDTH = 40  # below it every word would be broken
 _NOUGHT = 1e-6  # a share that rounding alone can make
+_NARROW = 66  # columns below which a stage's recompute stands beside its regions
+_WITH_BARS = 76
 _BAR = 12
 _RUNNERS_UP = 3
 
@@ -125,6 +127,7 @@ class _Column:
     header: str
     from_width: int
     text: Callable[[StagePrediction, _Look], str]
+    to_width: int = 10_000
 
 
 _COLUMNS = (
@@ -133,17 +136,20 @@ _COLUMNS = (
     _Column("recompute", 100, lambda told, look: look.time(told.recompute_s)),
     _Column("in flight", 130, lambda told, look: str(told.in_flight)),
     _Column("sends", 120, lambda told, look: bytes_text(told.sends_bytes) if told.sends_bytes else ""),
-    _Column("memory", 0, lambda told, look: share_text(told.memory_peak_bytes, told.memory_limit_bytes)),
+    _Column("memory", 0, lambda told, _: bytes_text(told.memory_peak_bytes), _NARROW - 1),
+    _Column("memory", _NARROW, lambda told, _: share_text(told.memory_peak_bytes, told.memory_limit_bytes)),
     _Column("used", 90, lambda told, look: look.bar(told.memory_peak_bytes / told.memory_limit_bytes)),
 )
 
 
 def _stages(part: Part, look: _Look) -> Table:
-    columns = [column for column in _COLUMNS if look.width >= column.from_width]
+    columns = [column for column in _COLUMNS if column.from_width <= look.width <= column.to_width]
+    narrow = look.width < _NARROW
     table = Table(box=look.box, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("regions", overflow="fold", min_width=8)
-    table.add_column("recomputed", no_wrap=True)
+    if not narrow:
+        table.add_column("recomputed", no_wrap=True)
     for column in columns:
         table.add_column(column.header, justify="right", no_wrap=True)
     for number, stage in enumerate(part.stages):
@@ -153,7 +159,10 @@ def _stages(part: Part, look: _Look) -> Table:
         for i, (label, recompute) in enumerate(_run_rows(stage)):
             first = (Text(str(number), style=colour), *numbers) if i == 0 else ("", *("" for _ in columns))
             style = RECOMPUTE_STYLE.get(recompute, "")
-            table.add_row(first[0], Text(label, style=colour), Text(recompute, style=style), *first[1:])
+            regions, how = Text(label, style=colour), Text(recompute, style=style)
+            if narrow and recompute != "none":
+                regions = regions.append(f" recomputed: {recompute}", style=style)
+            table.add_row(first[0], regions, *(() if narrow else (how,)), *first[1:])
     return table
 
 
@@ -193,8 +202,9 @@ def _runners_up(plan: Plan, look: _Look) -> Iterator[RenderableType]:
         return
     yield Text("runners-up", style="bold")
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
+    narrow = look.width < _NARROW
+    for _ in range(1 if narrow else 2):
+        table.add_column(overflow="fold")
     for _ in range(2):
         table.add_column(justify="right", no_wrap=True)
     for one in plan.runners_up[:_RUNNERS_UP]:
@@ -202,8 +212,8 @@ def _runners_up(plan: Plan, look: _Look) -> Iterator[RenderableType]:
         schedule, zero = schedule_text(one.schedule, one.vpp), zero_text(one.zero, one.zero_shard)
         how = f"{batches}, {schedule}, {zero}"
         slower = one.step_time_s / plan.prediction.step_time_s - 1
-        row = (str(one.mesh), how, look.time(one.step_time_s), f"{slower:+.1%}")
-        table.add_row(*row)
+        what = (f"{one.mesh}, {how}",) if narrow else (str(one.mesh), how)
+        table.add_row(*what, look.time(one.step_time_s), f"{slower:+.1%}")
     yield Padding(table, (0, 0, 1, 2), expand=False)
 
 
@@ -218,10 +228,10 @@ def _shares(items: Mapping[str, float], look: _Look, text: Callable[[float], str
     table.add_column(overflow="fold")
     for _ in range(2):
         table.add_column(justify="right", no_wrap=True)
-    if look.width >= 60:
+    if look.width >= _WITH_BARS:
         table.add_column(no_wrap=True, style="cyan")
     for name, value in large.items():
-        bar = [look.bar(value / total, 20)] if look.width >= 60 else []
+        bar = [look.bar(value / total, 20)] if look.width >= _WITH_BARS else []
         table.add_row(name, text(value), f"{value / total:.1%}", *bar)
     return Padding(table, (0, 0, 1, 2), expand=False)
 

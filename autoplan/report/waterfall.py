@@ -18,7 +18,7 @@ _SAID = {
     "zero_gather": ("ZeRO traffic that shows", "gathers and reduce-scatters beyond what compute hides"),
     "pipeline_bubble": ("pipeline bubble", "the busiest rank waits for the others"),
     "p2p": ("stage to stage", "hops of activations and gradients that delay the schedule"),
-    "gradient_sync": ("gradient sync", "between replicas, once a step"),
+    "gradient_sync": ("gradient sync", "between replicas, and of parameters that stages share, once a step"),
     "optimizer": ("optimizer", "one pass over the states, once a step"),
 }
 _ORDER = tuple(_SAID)

@@ -44,7 +44,7 @@ def _chart(name: str, line: Timeline, mark: str, plan: Plan) -> Iterator[Markup]
     yield tag(
         "p",
         "Each row is one rank of the pipeline with all its replicas and tensor-parallel peers, which do "
-        f"the same at the same time: {part.schedule}, {part.microbatches} micro-batches a step. Inside a "
+        f"the same at the same time: {part.schedule}, {_count(part.microbatches)} a step. Inside a "
         "block the colours show what its seconds go to; in truth they alternate region by region. Drag to "
         "move, Ctrl and the wheel or the buttons to zoom, arrow keys to walk from block to block.",
     )
@@ -70,6 +70,10 @@ def _chart(name: str, line: Timeline, mark: str, plan: Plan) -> Iterator[Markup]
     controls = {"tabindex": "0", "role": "group", "data_zoom": "x"}
     yield tag("div", drawn, readout, data, aria_label=f"Timeline of {part.name}", class_="zoom", **controls)
     yield _table(line, mark)
+
+
+def _count(microbatches: int) -> str:
+    return f"{microbatches} micro-batch{'es' * (microbatches > 1)}"
 
 
 def _row_height(line: Timeline) -> float:
