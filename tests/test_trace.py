@@ -1,4 +1,8 @@
-"""The step as a trace: what Perfetto and chrome://tracing read, slice by slice against the forecast."""
+"""The step as a trace: what Perfetto and chrome://tracing read, slice by slice against the forecast.
+
+Native files are read back with the classes of the ``perfetto`` package; its trace processor is a program that
+is downloaded when it is first used, which a test must not.
+"""
 
 from __future__ import annotations
 

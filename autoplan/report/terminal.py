@@ -133,7 +133,7 @@ class _Column:
 _COLUMNS = (
     _Column("forward", 60, lambda told, look: look.time(told.forward_s)),
     _Column("backward", 70, lambda told, look: look.time(told.backward_s)),
-    _Column("recompute", 100, lambda told, look: look.time(told.recompute_s)),
+    _Column("recompute", 104, lambda told, look: look.time(told.recompute_s)),
     _Column("in flight", 130, lambda told, look: str(told.in_flight)),
     _Column("sends", 120, lambda told, look: bytes_text(told.sends_bytes) if told.sends_bytes else ""),
     _Column("memory", 0, lambda told, _: bytes_text(told.memory_peak_bytes), _NARROW - 1),
@@ -147,7 +147,9 @@ def _stages(part: Part, look: _Look) -> Table:
     narrow = look.width < _NARROW
     table = Table(box=look.box, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("stage", justify="right", no_wrap=True)
-    table.add_column("regions", overflow="fold", min_width=8)
+    names = [run.label for stage in part.stages for run in fold_regions(stage.regions)]
+    whole = min(max(map(len, names), default=0), look.width // 4)  # a name in two is hard to read
+    table.add_column("regions", overflow="fold", min_width=max(8, whole))
     if not narrow:
         table.add_column("recomputed", no_wrap=True)
     for column in columns:
