@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from run_fixture import HandPlans
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from weights_fixture import assert_same_files, stored_bytes
 
 from autoplan.capture import capture_model, load_model_source
 from autoplan.capture.source import ModelSource
@@ -22,7 +22,7 @@ from autoplan.runtime.check import Checker
 from autoplan.runtime.forked import RankError, run_ranks
 from autoplan.runtime.parallel import ParallelModel
 from autoplan.runtime.ranks import join_ranks
-from autoplan.runtime.safetensors_files import SINGLE, files_by_size, open_safetensors
+from autoplan.runtime.safetensors_files import SINGLE, files_by_size
 from autoplan.runtime.sources import Held, Source
 
 MODELS = Path(__file__).parent / "models"
@@ -41,15 +41,6 @@ def setting(name: str) -> tuple[ModelSource, HandPlans, Checker]:
     path = MODELS / f"{name}.py"
     source, made = load_model_source(path), HandPlans(capture_model(path, dtype="fp64"), name)
     return source, made, Checker(source, made.plan())
-
-
-def stored_bytes(folder: Path) -> int:
-    tensors = open_safetensors(folder).tensors()
-    return sum(one.shape.numel() * one.dtype.itemsize for one in tensors.values())
-
-
-def content(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,23 +75,6 @@ def test_weights_go_in_and_out_as_they_were(name: str, tmp_path: Path) -> None:
         ids = source.example_inputs(2)
         with torch.no_grad():
             assert torch.equal(again(**ids).logits, original(**ids).logits)
-
-
-def assert_same_files(first: Path, second: Path) -> None:
-    """Files, names, dtypes and values, the index, and what lies beside them."""
-    one, other = content(first), content(second)
-    assert one.keys() == other.keys()
-    for file, tensors in one.items():
-        assert tensors.keys() == other[file].keys()
-        for key, value in tensors.items():
-            assert value.dtype == other[file][key].dtype and torch.equal(value, other[file][key]), key
-    for path in first.glob("*.json"):
-        assert json.loads((second / path.name).read_text()) == json.loads(path.read_text()) or (
-            "index" in path.name
-        )
-    for path in first.glob("*.index.json"):
-        told = json.loads((second / path.name).read_text())
-        assert told["weight_map"] == json.loads(path.read_text())["weight_map"]
 
 
 def test_without_an_original_it_is_what_transformers_loads(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--extra", action="append", default=[], help="an extra of the project; repeatable")
     extras = parser.parse_args(arguments).extra
     found = [licence_of(metadata.distribution(name)) for name in dependencies(DISTRIBUTION, extras)]
+    if not found:
+        print(f"{DISTRIBUTION} is not installed here: type `pip install -e .` first", file=sys.stderr)
+        return 2
     width = max(len(f"{one.package} {one.version}") for one in found)
     for one in found:
         verdict = "" if one.allowed else "  NOT ALLOWED"

@@ -32,7 +32,12 @@ class Forecast:
 
 def forecast_of_plan(plan: Plan, hw: str | None, model: str | Path | None, say: Say) -> Forecast:
     """The forecast of a plan as it is, not of the best one."""
-    (part,), work = plan.parts, plan.workload
+    part, work = plan.parts[0], plan.workload
+    if len(plan.parts) > 1:
+        raise BadInputError(
+            f"a log corrects the forecast of a plan of one part, this one has {len(plan.parts)}: search "
+            "again without giving parts of the model a mesh of their own, or use --from-trace."
+        )
     pricer = Pricer(
         model or plan.model.source,
         hw=hw or plan.hardware,

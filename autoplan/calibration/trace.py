@@ -125,7 +125,8 @@ def _note_operator(found: TraceTimes, name: str, args: Mapping[str, Any], second
                 if all(size > 0 for size in key[1:]):
                     found.products[key].append(seconds)
     elif name in MOVES and dims and types and types[0] in TYPES:
-        alike = all(other == dims[0] for other in dims[1 : MOVES[name]])
+        read = slice(1, MOVES[name] + (name == "aten::copy_"))  # what is copied comes second
+        alike = all(other == dims[0] for other in dims[read]) and set(types[read]) <= {types[0]}
         moved = math.prod(dims[0]) * TYPES[types[0]][1] * (MOVES[name] + 1)
         if alike and moved:
             found.moves[moved].append(seconds)

@@ -43,9 +43,8 @@ class Library:
         """The model without weights."""
         with torch.device("meta"):
             model = self.kind(copy.deepcopy(self.config))
-        model._weight_conversions = self.used
-        if self.used is None:
-            del model._weight_conversions
+        if self.used is not None:
+            model._weight_conversions = self.used
         return model
 
 

@@ -171,7 +171,9 @@ def _edit_save(names: Names, text: ScriptText, handle: Handle, call: ast.Call) -
         )
     if len(others) > 1:
         raise NotUnderstood(
-            statement, "an optimizer's state is this rank's piece only and cannot be saved whole"
+            statement,
+            "an optimizer's state is this rank's piece only and cannot be saved whole; take it out and give "
+            "--save DIR, which writes checkpoints that any plan resumes from",
         )
     state = f"{handle.before}_state"
     text.insert_lines_before(statement, [f"{state} = {handle.after}.state_dict()  # all ranks take part"])
