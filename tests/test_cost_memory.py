@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoplan.errors import BadInputError
 from autoplan_cost_models import CostModel, Span, measure_region, operations, state_bytes
-from autoplan_cost_models.memory import trace_memory
+from autoplan_cost_models.execution import Execution, Keeping, Selective
+from autoplan_cost_models.memory import MemoryTrace, trace_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -246,3 +247,65 @@ def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
     start = clock()
     run()
     return clock() - start
+
+
+def llama_block_as(keeping: Keeping) -> tuple[fx.GraphModule, MemoryTrace]:
+    module, x = LlamaBlock(32, 4, 4, 48), torch.zeros(2, 16, 32, requires_grad=True)
+    graph = region_graph_of(module, x)
+    found = operations(graph, Execution(keeping=keeping))
+    return graph, trace_memory(graph, found, keeping=keeping)
+
+
+def test_fused_chains_keep_what_enters_and_leaves_them() -> None:
+    """silu(gate) and the norms' insides are made again from gate, up and the norms' inputs; each product's
+    input stays (a gated block of 70B was priced 50% above what fused layers keep)."""
+    rows, width, ffn, heads = 2 * 16, 32, 48, 4
+    _, plain = llama_block_as(Keeping())
+    _, fused = llama_block_as(Keeping(chains=True))
+    kept = {item.name: item.bytes for item in fused.saved}
+    assert not any("silu" in name for name in kept) and any("silu" in item.name for item in plain.saved)
+    # two normed rows, q, k, v, attention's output and its statistics, the sum after attention, gate, up and
+    # their product; each norm's statistic a row
+    numbers = rows * (2 * width + 3 * width + width + width + 3 * ffn + heads)
+    assert 0 <= sum(kept.values()) - 4 * numbers <= 4 * 2 * 2 * rows
+
+
+POLICIES: list[tuple[Selective, set[str]]] = [
+    ("products", {"linear", "linear_1", "linear_2", "linear_3", "linear_4", "linear_5", "linear_6"}),
+    ("every second product", {"linear", "linear_2", "linear_4", "linear_6"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "expected"), POLICIES)
+def test_selective_policies_keep_their_products(policy: Selective, expected: set[str]) -> None:
+    graph, _ = llama_block_as(Keeping())
+    found = operations(graph, Execution(keeping=Keeping(selective=policy)))
+    assert {one.name for one in found if one.selective_keeps and one.kind == "gemm"} == expected
+
+
+def test_recompute_of_core_attention_keeps_all_but_the_scores() -> None:
+    """Korthikanti et al., arXiv 2205.05198: 34 sbh stay, the 5 a s / h of scores go."""
+    module, x = LlamaBlock(32, 4, 4, 48), torch.zeros(2, 16, 32, requires_grad=True)
+    graph = region_graph_of(module, x)
+    keeping = Keeping(selective="all but core attention")
+    found = operations(graph, Execution(keeping=keeping))
+    trace = trace_memory(graph, found, keeping=keeping)
+    statistics = 4 * 2 * 4 * 16
+    assert sum(one.bytes for one in trace.kept) == sum(one.bytes for one in trace.saved) - statistics
+    assert [one.kind for one in found if one.kept is False] == ["attention"]
+
+
+def test_a_loss_of_its_own_is_counted_a_logit() -> None:
+    """An in-place loss holds its logits once; Megatron's an fp32 softmax and a 16-bit gradient."""
+    rows, width, vocab = 16, 8, 64
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return torch.empty(batch, rows, width), torch.zeros(batch, rows, dtype=torch.long)
+
+    graph = fake_region(lambda: Head(width, vocab), inputs)[1]
+    for saved_bytes, beside in ((2.0, 0.0), (4.0, 2.0), (4.0, 8.0)):
+        keeping = Keeping(loss_bytes=(saved_bytes, beside))
+        trace = trace_memory(graph, operations(graph), keeping=keeping)
+        saved = {item.name: item.bytes for item in trace.saved}
+        assert max(saved.values()) == saved_bytes * rows * vocab
+        assert trace.backward.extra_bytes[1] == pytest.approx(beside * rows * vocab, abs=64)

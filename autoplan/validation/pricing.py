@@ -6,6 +6,7 @@ every plan is fully pinned and priced as the search prices its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ from autoplan_cost_models import CostModel
 class Forecast:
     """The prediction for one point, or ``skipped``: why there is none.
 
-    ``memory_bytes`` is the peak of tensors (what an allocator counts) of the fullest stage; ``refused`` says
+    ``memory_bytes`` is the peak that the source's figure counts (:func:`_counted`); ``refused`` says
     whether the search would have refused the configuration as not fitting.
     """
 
@@ -53,6 +54,15 @@ class Forecast:
         if self.skipped or measured is None or self.point.is_nvidia_smi:
             return None
         return self.memory_bytes / measured - 1
+
+
+def _counted(point: Point, priced: Priced, profile: HardwareProfile) -> float:
+    """The peak as the source counts it: of all ranks or its last one's, of tensors or of what the allocator
+    reserved for them."""
+    kind = point.text.get("mem_kind", "")
+    peaks = [stage.memory_peak_bytes for stage in priced.stages]
+    peak = peaks[-1] if "last rank" in kind else max(peaks)
+    return peak / (1.0 - profile.fragmentation.value) if "reserved" in kind else peak
 
 
 # The dtype of the parameters for each precision; 8-bit ones are that of the linear layers' products.
@@ -94,7 +104,7 @@ class PointPricer:
         return Forecast(
             point,
             step_s=priced.prediction.step_time_s,
-            memory_bytes=max(stage.memory_peak_bytes for stage in priced.stages),
+            memory_bytes=_counted(point, priced, self._profile(point)),
             refused=not priced.fits,
             breakdown_s=priced.prediction.breakdown_s,
         )
@@ -200,10 +210,14 @@ def published_cut(point: Point, costs: ModelCosts) -> Cut:
 def layers_of_stages(point: Point) -> list[int]:
     """Blocks of each stage: even; where they do not divide, embedding and head count as a block each; where
     the source redistributes them for the output layer, by FLOPs."""
-    stages, layers = point.pp * point.vpp, point.layers
+    stages, layers, notes = point.pp * point.vpp, point.layers, point.text.get("notes", "")
     if "redistributed" in point.schedule:
         return _balanced(point)
-    if layers % stages == 0:
+    ends = [re.search(rf"decoder-{end}-pipeline-num-layers=(\d+)", notes) for end in ("first", "last")]
+    if all(ends) and stages > 2:
+        first, last = (int(found[1]) for found in ends if found)
+        return [first, *[(layers - first - last) // (stages - 2)] * (stages - 2), last]
+    if layers % stages == 0 and "account-for" not in notes:
         return [layers // stages] * stages
     if (layers + 2) % stages == 0 and stages > 1:
         each = (layers + 2) // stages

@@ -8,6 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+Selective = Literal["products", "every second product", "all but core attention"]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a framework keeps in memory its own way; the defaults are this project's own runtime.
+
+    ``selective`` is what selective recompute does not run again: the outputs of products, attention and
+    collectives; the same with every second product; or all but what is inside attention (scores, softmax,
+    dropout: arXiv 2205.05198, section 5). ``only_read``: of these, only what the backward reads (a compiler
+    sees both; eager selective checkpoints keep the others too). ``chains``: values inside a chain of
+    pointwise ops are made again from what enters it. ``loss_bytes``: per logit, what the loss saves and what
+    its backward holds beside that; None: as measured. ``eight_bit_inputs``: 8-bit linear layers save their
+    inputs in 8 bits. ``gradient_bytes`` is the width in which gradients are added up; None: the dtype
+    policy's. ``frees_gradients``: they are let go after each update: the first backward makes them anew.
+    """
+
+    selective: Selective = "products"
+    only_read: bool = False
+    chains: bool = False
+    loss_bytes: tuple[float, float] | None = None
+    eight_bit_inputs: bool = False
+    gradient_bytes: int | None = None
+    frees_gradients: bool = False
+
+
+EAGER_KEEPING = Keeping()
 
 
 @dataclass(frozen=True)
@@ -20,12 +49,11 @@ class Execution:
     bytes moved per element of its first input, forward and backward. ``gradient_bytes_per_parameter`` are
     moved each micro-batch to add a gradient up, beyond what the product writes; None: this runtime's.
     ``gathered_copies`` are moved per byte of a ZeRO-3 weight on each gather, to take it out of its buffer.
-    ``selective_reruns_products`` is the share of matrix products that selective recompute does not keep.
     ``reduced_bytes_per_parameter`` is the width in which gradients are reduced; None: as they are kept.
     ``overlaps_gradients``: the reduction runs beside the last micro-batch's backward, and the new weights
     (ZeRO 1 and 2) are gathered beside the first forward. ``overlaps_tp``: tensor-parallel collectives run
     in tp pieces beside the products they feed. ``optimizer_passes`` multiplies the traffic of one fused
-    update.
+    update. ``keeping``: what stays in memory.
     """
 
     attention: str = "flash2"
@@ -34,11 +62,11 @@ class Execution:
     passes: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     gradient_bytes_per_parameter: float | None = None
     gathered_copies: float = 2.0
-    selective_reruns_products: float = 0.0
     reduced_bytes_per_parameter: float | None = None
     overlaps_gradients: bool = True
     overlaps_tp: bool = False
     optimizer_passes: float = 1.0
+    keeping: Keeping = EAGER_KEEPING
 
 
 EAGER = Execution()

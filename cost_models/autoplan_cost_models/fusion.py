@@ -52,6 +52,13 @@ def fused(
     return tuple(changed.values()), part_of
 
 
+def chains_of(graph: fx.Graph, operations: Sequence[Operation]) -> dict[fx.Node, int]:
+    """The chain of every node that is in one, by number."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    kinds = {node: operation.kind for node, operation in zip(nodes, operations)}
+    return {node: number for number, chain in enumerate(_chains(nodes, kinds)) for node in chain}
+
+
 def _chains(nodes: Sequence[fx.Node], kinds: dict[fx.Node, str]) -> list[list[fx.Node]]:
     """Connected pointwise nodes and the views between them; those that move no bytes alone are no chain."""
     chain_of: dict[fx.Node, list[fx.Node]] = {}

@@ -65,8 +65,8 @@ class Operation:
     """One node of a region's graph: the kernels and collectives of its forward and of its backward.
 
     ``selective_keeps`` says whether selective recompute saves the node's output instead of running it
-    again (contractions and collectives, but for gathers). ``regathers``: its gather runs again with the
-    backward of the products that read it, recomputed or not.
+    again: contractions and collectives, but for gathers, or as ``kept`` says. ``regathers``: its gather runs
+    again with the backward of the products that read it, recomputed or not.
     """
 
     name: str
@@ -77,9 +77,12 @@ class Operation:
     forward_collectives: tuple[CollectiveCall, ...] = ()
     backward_collectives: tuple[CollectiveCall, ...] = ()
     regathers: bool = False
+    kept: bool | None = None
 
     @property
     def selective_keeps(self) -> bool:
+        if self.kept is not None:
+            return self.kept
         gathers = any(call.kind == "all_gather" for call in self.forward_collectives)
         return self.kind in CONTRACTION_KINDS or (self.kind == "collective" and not gathers)
 

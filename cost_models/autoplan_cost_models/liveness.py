@@ -114,11 +114,13 @@ def backward_steps(
     saved_by: Mapping[int, Sequence[fx.Node]],
     saved: Mapping[int, int],
     names: Mapping[fx.Node, str],
+    loss_bytes: tuple[float, float] | None = None,
 ) -> BackwardSteps:
     """Walk the graph backwards, allocating each input's gradient and freeing what has been used.
 
     Live at a step: gradients waiting, those being made (a second one is summed into the first), the op's
-    workspace, less the saved storages whose last reader in backward has run.
+    workspace, less the saved storages whose last reader in backward has run. ``loss_bytes``: see
+    :class:`~autoplan_cost_models.execution.Keeping`.
     """
     needing = differentiable_nodes(graph)
     freed_at = _freed_at(saved_by, saved)
@@ -132,6 +134,10 @@ def backward_steps(
     for node in reversed(graph.nodes):
         if node.op == "call_function" and node in gradients.buffer_of:
             extra = _run_backward(node, needing, gradients)
+            if loss_bytes is not None and op_name(node) in LOSSES:
+                logits = node.all_input_nodes[0]
+                elements = sum(tensor.numel() for tensor in outputs_of(logits))
+                extra = int(loss_bytes[1] * elements) - node_bytes(logits)
             largest, owner = gradients.largest()
             name = f"gradient of {names[owner]}" if owner is not None else ""
             steps.append((float(gradients.live_bytes + extra - freed), float(largest), name))

@@ -9,18 +9,19 @@ Attention is measured as a fused kernel saves it (q, k, v, output, log-sum-exp) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoplan.deferral import deferred_weight
 from autoplan.regather import regathering_products
 from autoplan_cost_models.contractions import ATTENTION
+from autoplan_cost_models.execution import EAGER_KEEPING, Keeping
+from autoplan_cost_models.keeping import StorageRecord, as_kept, kept_storages
 from autoplan_cost_models.kernels import Operation
 from autoplan_cost_models.liveness import BackwardSteps, backward_steps, forward_live_bytes
 from autoplan_cost_models.node_facts import node_bytes, outputs_of, placeholder_needs_gradient, values_of
@@ -62,27 +63,6 @@ class MemoryTrace:
     output_bytes: float
     last_saver: int
     deferred: tuple[NamedBytes, ...] = ()
-
-
-@dataclass
-class StorageRecord:
-    """Storages seen in one run: bytes of each, who made it, which nodes saved it."""
-
-    size: dict[int, int] = field(default_factory=dict[int, int])
-    made_by: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
-    saved_by: dict[int, list[fx.Node]] = field(default_factory=dict[int, list[fx.Node]])
-    outputs: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict[fx.Node, tuple[int, ...]])
-    held: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-
-    def note(self, tensor: torch.Tensor, node: fx.Node) -> int:
-        """The storage's key; the tensor is held so that no later storage takes the same key."""
-        storage = tensor.untyped_storage()
-        key = StorageWeakRef(storage).cdata
-        if key not in self.size:
-            self.size[key] = storage.nbytes()
-            self.made_by[key] = node
-        self.held.append(tensor)
-        return key
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -141,11 +121,16 @@ def _laid_out(output: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def trace_memory(
-    graph: fx.GraphModule, operations: Sequence[Operation], *, fused_attention: bool = True
+    graph: fx.GraphModule,
+    operations: Sequence[Operation],
+    *,
+    fused_attention: bool = True,
+    keeping: Keeping = EAGER_KEEPING,
 ) -> MemoryTrace:
     """Run ``graph`` forward on fake cpu tensors under saved-tensor hooks and account for every storage.
 
-    ``operations`` are those of the same graph, in order. Collective functions in the graph must be
+    ``operations`` are those of the same graph, in order; ``keeping``: what the program that runs it does its
+    own way. Collective functions in the graph must be
     bound to dry groups by the caller.
     """
     recorder = _Recorder(graph, fused_attention)
@@ -153,7 +138,7 @@ def trace_memory(
         inputs = [_fresh(node) for node in graph.graph.nodes if node.op == "placeholder"]
         with torch.autograd.graph.saved_tensors_hooks(recorder.save, _unpack):
             recorder.run(*inputs, enable_io_processing=False)
-    return _account(graph.graph, operations, recorder.record)
+    return _account(graph.graph, operations, recorder.record, keeping)
 
 
 def _unpack(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,13 +154,17 @@ def _fresh(node: fx.Node) -> Any:
     return fresh.requires_grad_(True) if placeholder_needs_gradient(node) else fresh
 
 
-def _account(graph: fx.Graph, operations: Sequence[Operation], record: StorageRecord) -> MemoryTrace:
+def _account(
+    graph: fx.Graph, operations: Sequence[Operation], record: StorageRecord, keeping: Keeping
+) -> MemoryTrace:
     names = tensor_names(graph)
     outside = _outside_storages(graph, record)
     made_again = {key: record.size[key] for key in record.saved_by if key not in outside}
     _keep_pieces(graph, record)
+    as_kept(graph, operations, record, keeping)
     saved = {key: record.size[key] for key in record.saved_by if key not in outside}
-    kept = _kept_storages(graph, operations, record, outside)
+    kept = kept_storages(graph, operations, record, keeping)
+    kept = {key: size for key, size in kept.items() if key not in outside}
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     labels = {key: _label(record, key, names) for key in {*saved, *kept}}
     live = forward_live_bytes(nodes, record.outputs, record.size, outside, saved)
@@ -189,7 +178,7 @@ def _account(graph: fx.Graph, operations: Sequence[Operation], record: StorageRe
         recomputed_full=float(sum(made_again.values())),
         forward_peak=live.without_saving,
         forward_extra=live.beyond_saved,
-        backward=backward_steps(graph, record.saved_by, saved, names),
+        backward=backward_steps(graph, record.saved_by, saved, names, keeping.loss_bytes),
         output_bytes=_output_bytes(graph),
         last_saver=_last_saver(nodes, record),
         deferred=_deferred(nodes, record),
@@ -213,23 +202,6 @@ def _outside_storages(graph: fx.Graph, record: StorageRecord) -> frozenset[int]:
         if node.op in ("placeholder", "output"):
             outside.update(record.outputs[node])
     return frozenset(outside)
-
-
-def _kept_storages(
-    graph: fx.Graph, operations: Sequence[Operation], record: StorageRecord, outside: frozenset[int]
-) -> dict[int, int]:
-    """Outputs of the operations that selective recompute does not run again, and what attention adds."""
-    keeping = {operation.name for operation in operations if operation.selective_keeps}
-    attention = {operation.name for operation in operations if operation.kind == "attention"}
-    kept: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.name not in keeping:
-            continue
-        keys = list(record.outputs[node])
-        if node.name in attention:
-            keys.extend(k for k, savers in record.saved_by.items() if record.made_by[k] is node and savers)
-        kept.update({key: record.size[key] for key in keys if key not in outside})
-    return kept
 
 
 def _input_bytes(

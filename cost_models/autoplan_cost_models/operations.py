@@ -22,6 +22,7 @@ from autoplan_cost_models.contractions import (
 from autoplan_cost_models.execution import EAGER, Execution
 from autoplan_cost_models.fused_kernels import LINEAR_LOSS, SUMMING, fused_costs
 from autoplan_cost_models.fusion import fused
+from autoplan_cost_models.keeping import with_policy
 from autoplan_cost_models.kernels import CollectiveCall, Kernel, Kind, Operation
 from autoplan_cost_models.node_facts import (
     differentiable_nodes,
@@ -66,6 +67,7 @@ def operations(graph: fx.GraphModule, execution: Execution = EAGER) -> tuple[Ope
     part_of: dict[fx.Node, Hashable] = {}
     if execution.fuses_pointwise:
         found, part_of = fused(graph.graph, found)
+    found = with_policy(graph.graph, found, execution.keeping)
     return (*found, _gradient_sums(graph.graph, needing, part_of))
 
 

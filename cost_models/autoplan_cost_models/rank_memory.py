@@ -23,11 +23,13 @@ from autoplan_cost_models.stage_memory import (
 
 @dataclass(frozen=True)
 class StageLoad:
-    """One stage of a rank: its regions, and the bytes of the tensors that it receives and sends on."""
+    """One stage of a rank: its regions, the bytes of the tensors that it receives and sends on, and of the
+    gradients that each region's backward leaves behind (empty: all are there all the time)."""
 
     regions: tuple[PlacedRegion, ...]
     received_bytes: float = 0.0
     sent_bytes: float = 0.0
+    gradients: tuple[float, ...] = ()
 
     @cached_property
     def saved_bytes(self) -> float:
@@ -64,14 +66,19 @@ class StageLoad:
         freed = sum(_saved(region) for region in self.regions[worst + 1 :])
         kept = sum(map(_deferred, self.regions[worst:])) if kind == "backward_input" else 0.0
         region = self.regions[worst]
-        return region.cost.transient_bytes[region.recompute] + kept - freed
+        return region.cost.transient_bytes[region.recompute] + kept - freed + self.made_bytes(worst)
+
+    def made_bytes(self, region: int) -> float:
+        """Gradients there while the region runs backward: those of the regions after it."""
+        return sum(self.gradients[region + 1 :])
 
     def _worst(self, *, split: bool) -> int:
         alive, kept = 0.0, sum(map(_deferred, self.regions)) if split else 0.0
         peaks: list[float] = []
         for region in self.regions:
             alive += _saved(region)
-            peaks.append(alive + region.cost.transient_bytes[region.recompute] + kept)
+            made = self.made_bytes(len(peaks)) if self.gradients else 0.0
+            peaks.append(alive + region.cost.transient_bytes[region.recompute] + kept + made)
             kept -= _deferred(region) if split else 0.0
         return max(range(len(peaks)), key=lambda index: peaks[index])
 
@@ -111,6 +118,7 @@ def moment_items(stages: Sequence[StageLoad], moment: Moment) -> list[MemoryItem
         keeps = len(stage.regions) if running == "backward_weight" else worst + 1
         items += _saved_items(stage, moment.alive[chunk], keeps)
         items += [] if running == "backward_weight" else _transient_items(stage.regions[worst])
+        items.append(MemoryItem("gradients made by then", stage.made_bytes(worst)))
         own = stage.regions[worst:] if running == "backward_input" else ()
         waiting = moment.deferred[chunk] * stage.deferred_bytes + sum(map(_deferred, own))
         items.append(MemoryItem(f"kept for weight gradients of {stage.regions[0].name}..", waiting))

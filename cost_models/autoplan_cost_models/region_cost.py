@@ -138,8 +138,6 @@ class CostModel:
         again = {kind: float(np.sum(seconds[flags])) for kind, flags in work.run_again.items()}
         again["full"] += sum(one.again_s for one in collectives)
         again["selective"] += sum(one.selected_s for one in collectives)
-        rerun = self.execution.selective_reruns_products
-        again["selective"] += rerun * float(np.sum(seconds[work.products_run_again])) if rerun else 0.0
         saved, transient = work.memory.saved_items(steps), work.memory.transient_items(steps)
         return RegionCost(
             forward_s=float(np.sum(seconds)) - backward,

@@ -100,12 +100,6 @@ class RegionWork:
             "full": recomputed,
         }
 
-    @cached_property
-    def products_run_again(self) -> Flags:
-        """Per kernel: whether it is a matrix product that full recompute runs a second time."""
-        products = np.array([operation.kind == "gemm" for operation in self.operations], dtype=np.bool_)
-        return self.run_again["full"] & products[self.table.operation]
-
 
 def measure_region(
     graphs: Mapping[int, fx.GraphModule],
@@ -124,7 +118,10 @@ def measure_region(
     """
     batches = sorted(graphs)[:2]
     found = [operations(graphs[batch], execution) for batch in batches]
-    traces = [trace_memory(graphs[b], f, fused_attention=fused_attention) for b, f in zip(batches, found)]
+    traces = [
+        trace_memory(graphs[b], f, fused_attention=fused_attention, keeping=execution.keeping)
+        for b, f in zip(batches, found)
+    ]
     samples = batches[-1] - batches[0]
     table, next_table = kernel_table(found[0]), None
     if samples:

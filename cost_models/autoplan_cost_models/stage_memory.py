@@ -13,7 +13,12 @@ from autoplan.hardware import HardwareProfile
 from autoplan.plan import MemoryItem
 from autoplan_cost_models.region_cost import RegionCost
 from autoplan_cost_models.region_work import ParameterUse
-from autoplan_cost_models.training_state import StateBytes, unit_gradient_bytes, weight_bytes
+from autoplan_cost_models.training_state import (
+    StateBytes,
+    gradient_bytes,
+    unit_gradient_bytes,
+    weight_bytes,
+)
 from autoplan_cost_models.zero import GATHERS_AHEAD, ZeroGroups, held_bytes, held_trained
 
 
@@ -29,11 +34,17 @@ class PlacedRegion:
 
 @dataclass(frozen=True)
 class StageSetting:
-    """What else decides the memory of states."""
+    """What else decides the memory of states.
+
+    ``gradient_bytes`` is the width of a kept gradient (None: the dtype policy's). ``gradients_made``: the
+    backward makes gradients anew, region by region, so that early ones are not there at its start.
+    """
 
     dtype: str
     optimizer: str
     groups: ZeroGroups
+    gradient_bytes: int | None = None
+    gradients_made: bool = False
 
 
 def memory_limit_bytes(profile: HardwareProfile) -> float:
@@ -105,6 +116,7 @@ def arriving_bytes(trained_numel: float, dtype: str, groups: ZeroGroups) -> floa
 def state_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[MemoryItem]:
     """Weights, gradients, master weights, moments and buffers."""
     states = stage_states(regions, setting)
+    gradients = 0.0 if setting.gradients_made else kept_gradient_bytes(states.gradients, setting)
     buffers = sum(region.cost.buffer_bytes for region in regions)
     zero, shards = setting.groups.zero, setting.groups.shards
 
@@ -113,8 +125,24 @@ def state_items(regions: Sequence[PlacedRegion], setting: StageSetting) -> list[
 
     return [
         MemoryItem(named("weights", 3), states.weights),
-        MemoryItem(named("gradients", 2), states.gradients),
+        MemoryItem(named("gradients", 2), gradients),
         MemoryItem(named("master weights", 1), states.master),
         MemoryItem(named(f"{setting.optimizer} moments", 1), states.moments),
         MemoryItem("buffers", buffers),
     ]
+
+
+def kept_gradient_bytes(gradients: float, setting: StageSetting) -> float:
+    """The bytes of gradients of the dtype policy's width, in the width that the framework keeps."""
+    if setting.gradient_bytes is None:
+        return gradients
+    return gradients * setting.gradient_bytes / gradient_bytes(1, setting.dtype)
+
+
+def gradients_by_region(regions: Sequence[PlacedRegion], setting: StageSetting) -> tuple[float, ...]:
+    """The gradient bytes that each region's backward leaves behind, where it makes them anew."""
+    if not setting.gradients_made:
+        return ()
+    return tuple(
+        kept_gradient_bytes(stage_states([region], setting).gradients, setting) for region in regions
+    )

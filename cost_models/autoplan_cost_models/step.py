@@ -22,6 +22,7 @@ from autoplan_cost_models.stage_detail import backward_parts_s, forward_parts_s,
 from autoplan_cost_models.stage_memory import (
     PlacedRegion,
     StageSetting,
+    gradients_by_region,
     memory_limit_bytes,
     stage_parameters,
     stage_states,
@@ -103,8 +104,9 @@ def _price_stages(
 ) -> tuple[PricedStage, ...]:
     placed = [tuple(_place(region, costs) for region in stage.regions) for stage in part.stages]
     sends = [0.0, *(regions[-1].cost.output_bytes for regions in placed[:-1]), 0.0]
-    loads = [StageLoad(*load) for load in zip(placed, sends, sends[1:])]
-    setting = StageSetting(workload.dtype, workload.optimizer, part_groups(part))
+    setting = _setting(part, cost_model, workload)
+    made = [gradients_by_region(regions, setting) for regions in placed]
+    loads = [StageLoad(*load) for load in zip(placed, sends, sends[1:], made)]
     memory = [_rank_memory(part, loads, setting, rank) for rank in range(part.mesh.pp)]
     priced: list[PricedStage] = []
     for index, load in enumerate(loads):
@@ -112,6 +114,14 @@ def _price_stages(
         flying = in_flight(part.schedule, index, len(loads), part.microbatches, part.vpp)
         priced.append(PricedStage(load, seconds, flying, *memory[index % part.mesh.pp]))
     return tuple(priced) if part.vpp == 1 else _synced_together(part, priced, cost_model, setting)
+
+
+def _setting(part: Part, cost_model: CostModel, workload: Workload) -> StageSetting:
+    """Gradients are made anew by the one backward of a step, where the framework lets them go."""
+    keeping = cost_model.execution.keeping
+    once = part.mesh.pp == 1 and part.microbatches == 1
+    made = keeping.frees_gradients and once
+    return StageSetting(workload.dtype, workload.optimizer, part_groups(part), keeping.gradient_bytes, made)
 
 
 def _synced_together(
