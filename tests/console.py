@@ -7,6 +7,7 @@ alone; one after ``<!-- not run -->`` is for readers.
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import pytest
 from autoplan.cli import main
 
 BLOCK = re.compile(r"^(<!-- not run -->\n)?```(console|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# What differs from run to run (seconds of this machine) and from machine to machine (the last bits of sums).
+# What differs from run to run (seconds), from machine to machine (the last bits of sums), and with what was tried
+# on the way to the same plan.
 VARYING = (
     (r"planned in import.*?total [\d.]+ \w+", "planned in a while"),
-    (r"solved, [\d.]+\s+\w+\)", "solved)"),
+    (r"\(gap [^)]*\)", "(gap)"),
+    (r"^runners-up\n.*?\n\n", ""),
     (r"Checked in [\d.]+ s, after tracing in [\d.]+ s", "Checked"),
     (r"\d\.\de[+-]\d\d( +[a-z][\w.]+)?", "rounding"),
     (r"[█░]+|─+|-{3,}", ""),
@@ -57,17 +60,28 @@ def run(command: str, capture: pytest.CaptureFixture[str]) -> str:
     program, *words = shlex.split(command, comments=True)
     if program == "pytest":
         return ""  # the suite runs it
-    if program == "autoplan":
-        capture.readouterr()
+    capture.readouterr()
+    if program == "python":
+        run_script(Path(words[0]))
+        out = capture.readouterr().out
+    elif program == "autoplan":
         main(words)
         told = capture.readouterr()
         refused = [line for line in told.err.splitlines() if line.startswith("autoplan: ")]
         out = told.out + (told.err[told.err.index(refused[0]) :] if refused else "")
     else:
-        program = sys.executable if program == "python" else program
         done = subprocess.run([program, *words], capture_output=True, text=True, check=True)
         out = done.stdout
     return "".join(f"{line.rstrip()}\n" for line in out.strip().splitlines())
+
+
+def run_script(path: Path) -> None:
+    """A script as ``python`` runs it, in this process; modules beside it are forgotten again."""
+    before = set(sys.modules)
+    runpy.run_path(str(path), run_name="__main__")
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) in map(str, path.resolve().parent.glob("*.py")):
+            del sys.modules[name]
 
 
 def same_text(one: str, other: str) -> list[str]:
@@ -79,7 +93,7 @@ def same_text(one: str, other: str) -> list[str]:
 
 def _words(text: str) -> list[str]:
     for pattern, plain in VARYING:
-        text = re.sub(pattern, plain, text, flags=re.DOTALL)
+        text = re.sub(pattern, plain, text, flags=re.DOTALL | re.MULTILINE)
     return text.split()
 
 

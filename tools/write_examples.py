@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ROOT / "docs" / "examples"
+PLANS = ROOT / "out" / "examples"
 # example: the cluster it is planned for
 CLUSTERS = {
     "gpt": "--hw cpu --devices 4 --global-batch 16",
@@ -57,8 +58,9 @@ def main() -> int:
 
 
 def planned(name: str) -> str:
-    """What the search prints; the plan itself is not kept."""
-    command = [sys.executable, "-m", "autoplan", *words(name), "-o", os.devnull]
+    """What the search prints; the plan itself lies in out/examples."""
+    PLANS.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "autoplan", *words(name), "-o", str(PLANS / f"{name}.yaml")]
     environment = {**os.environ, "COLUMNS": "100"}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     lines = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith("plan written")]

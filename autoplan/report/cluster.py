@@ -7,7 +7,7 @@ in g hops; in an all-to-all what goes to other nodes does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoplan.hardware import HardwareProfile
@@ -27,13 +27,13 @@ TIER_WORDS: Mapping[str, str] = {
 class AxisTraffic:
     """What the busiest device sends on one axis in a step, and over which links.
 
-    ``by_tier`` are the bytes of that device on each kind of link.
+    ``rank`` is that device's place on the pp axis, ``by_tier`` its bytes on each kind of link.
     """
 
     axis: str
     size: int
     span: Span
-    stage: int
+    rank: int
     sent_bytes: float
     by_tier: Mapping[str, float]
 
@@ -62,17 +62,41 @@ def axis_spans(mesh: Mesh) -> dict[str, Span]:
     return {axis: span for axis, span in spans.items() if span.size > 1}
 
 
+def sent_by_rank(part: Part) -> tuple[dict[str, float], ...]:
+    """What a device of each pipeline rank sends in a step, by axis: that of all its stages."""
+    ranks: list[dict[str, float]] = [{} for _ in range(part.mesh.pp)]
+    for index, stage in enumerate(part.stages):
+        own = ranks[index % part.mesh.pp]
+        for axis, amount in (stage.prediction.link_bytes if stage.prediction else {}).items():
+            own[axis] = own.get(axis, 0.0) + amount
+    return tuple(ranks)
+
+
 def traffic(part: Part, profile: HardwareProfile) -> tuple[AxisTraffic, ...]:
     """One entry an axis that carries anything, the innermost first."""
     found: list[AxisTraffic] = []
+    ranks = sent_by_rank(part)
     for axis, span in axis_spans(part.mesh).items():
-        sent = [one.prediction.link_bytes.get(axis, 0.0) if one.prediction else 0.0 for one in part.stages]
-        most = max(sent, default=0.0)
+        sent = [one.get(axis, 0.0) for one in ranks]
+        most = max(sent)
         if most:
             size = part.mesh.pp if axis == "pp" else span.size
             tiers = _by_tier(axis, most, span, profile)
             found.append(AxisTraffic(axis, size, span, sent.index(most), most, tiers))
     return tuple(found)
+
+
+def tier_bytes(part: Part, profile: HardwareProfile, ranks: Iterable[int]) -> dict[str, float]:
+    """What the busiest device of these pipeline ranks sends in a step over each kind of link."""
+    spans, sent = axis_spans(part.mesh), sent_by_rank(part)
+    most: dict[str, float] = {}
+    for rank in ranks:
+        own: dict[str, float] = {}
+        for axis, span in spans.items():
+            for tier, amount in _by_tier(axis, sent[rank].get(axis, 0.0), span, profile).items():
+                own[tier] = own.get(tier, 0.0) + amount
+        most = {tier: max(most.get(tier, 0.0), own.get(tier, 0.0)) for tier in {**most, **own}}
+    return most
 
 
 def _by_tier(axis: str, sent: float, span: Span, profile: HardwareProfile) -> dict[str, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from autoplan.plan import Part, Plan
 from autoplan.plan_table import estimate_mark
 from autoplan.region_runs import fold_regions
+from autoplan.report.cluster import sent_by_rank
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,8 @@ def _costs(before: Plan, after: Plan) -> Iterator[Cost]:
 def _sent(plan: Plan) -> dict[str, float]:
     """What the busiest device sends in a step, by axis."""
     most: dict[str, float] = {}
-    for stage in (stage for part in plan.parts for stage in part.stages):
-        for axis, amount in (stage.prediction.link_bytes if stage.prediction else {}).items():
+    for sent in (sent for part in plan.parts for sent in sent_by_rank(part)):
+        for axis, amount in sent.items():
             most[axis] = max(most.get(axis, 0.0), amount)
     return most
 

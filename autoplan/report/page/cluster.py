@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import Mesh, Part, Plan
 from autoplan.report.cluster import (
+    NETWORK,
+    NODE,
     TIER_WORDS,
     AxisTraffic,
     NodeGroup,
     coordinates,
     link_rates,
     node_groups,
+    tier_bytes,
     traffic,
 )
 from autoplan.report.markup import Child, Markup, tag
@@ -74,11 +77,11 @@ def _nodes(name: str, part: Part, profile: HardwareProfile) -> Markup:
     across = min(per_node, 8)
     wide = across * (_DEVICE + _GAP) + 24
     lines = -(-per_node // across)
-    high = lines * (_DEVICE + _GAP) + 62
+    high = lines * (_DEVICE + _GAP) + 76
     boxes = [
         _node(
             group,
-            part.mesh,
+            part,
             profile,
             4 + i % columns * (wide + 16),
             4 + i // columns * (high + 12),
@@ -102,7 +105,7 @@ def _nodes(name: str, part: Part, profile: HardwareProfile) -> Markup:
 
 
 def _node(
-    group: NodeGroup, mesh: Mesh, profile: HardwareProfile, left: float, top: float, wide: float, high: float
+    group: NodeGroup, part: Part, profile: HardwareProfile, left: float, top: float, wide: float, high: float
 ) -> Markup:  # fmt: skip
     node = group.first // profile.devices_per_node
     count = f", x{group.count} alike" if group.count > 1 else ""
@@ -111,7 +114,7 @@ def _node(
         _device(
             group.first + d,
             stage,
-            mesh,
+            part.mesh,
             left + 12 + d % across * (_DEVICE + _GAP),
             top + 34 + d // across * (_DEVICE + _GAP),
         )
@@ -125,9 +128,21 @@ def _node(
         tag("text", f"node {node}{count}: {stages}", x=left + 12, y=top + 20, class_="name"),
         _domains(len(group.stages), profile, left, top),
         devices,
-        tag("text", f"network, {profile.nic_bytes_per_s.value / 1e9:.3g} GB/s a device",
-            x=left + 12, y=top + high - 10, class_="small"),
+        [
+            tag("text", line, x=left + 12, y=top + high - 24 + 14 * i, class_="small")
+            for i, line in enumerate(_links(group, part, profile))
+        ],
     )  # fmt: skip
+
+
+def _links(group: NodeGroup, part: Part, profile: HardwareProfile) -> tuple[str, str]:
+    """Inside the node, and to others: what its busiest device sends in a step, and the rate of the link."""
+    sent, rates = tier_bytes(part, profile, set(group.stages)), link_rates(profile)
+    inside = sum(amount for tier, amount in sent.items() if tier != NETWORK)
+    return (
+        f"inside {bytes_text(inside)} a step, {rates[NODE] / 1e9:.3g} GB/s",
+        f"network {bytes_text(sent.get(NETWORK, 0.0))} a step, {rates[NETWORK] / 1e9:.3g} GB/s a device",
+    )
 
 
 def _domains(devices: int, profile: HardwareProfile, left: float, top: float) -> Markup | None:
@@ -194,7 +209,7 @@ def _axes(found: Sequence[AxisTraffic], plan: Plan) -> Markup | None:
             str(one.size),
             "; ".join(f"{TIER_WORDS[tier]} {bytes_text(amount)}" for tier, amount in one.by_tier.items()),
             bytes_text(one.sent_bytes),
-            f"stage {one.stage}",
+            f"pipeline rank {one.rank}",
         ]
         for one in found
     ]
