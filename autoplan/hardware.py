@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Literal, cast
@@ -20,7 +21,17 @@ Tag = Literal["datasheet", "measured", "estimated"]
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 SPANS = ("intra", "inter")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
-KERNELS = ("flash_attention", "grouped_gemm", "triton")
+# Fused ops that autoplan's passes make (``autoplan_passes.fusions``): Triton kernels serve all of them.
+FUSED_KERNELS = (
+    *("linear_cross_entropy", "layer_norm", "rms_norm", "add_rms_norm", "add_layer_norm", "swiglu"),
+    *("geglu", "rotary"),
+)
+KERNELS = ("flash_attention", "grouped_gemm", "triton", *FUSED_KERNELS)
+# torch's names of accelerators (torch.device takes no other word).
+DEVICE_TYPES = (
+    *("cpu", "cuda", "xpu", "npu", "hpu", "mlu", "musa", "maia", "mps", "mtia", "xla", "ipu", "ppu"),
+    "privateuseone",
+)
 ATTENTION_KERNELS = ("flash", "flash2", "flash3", "cudnn", "triton")
 
 
@@ -112,6 +123,12 @@ class Software:
     torch_version: str
     source: str
 
+    @property
+    def release(self) -> tuple[int, int]:
+        """The torch release, ``(2, 5)`` of ``2.5.1``."""
+        major, minor = self.torch_version.split(".")[:2]
+        return int(major), int(re.match(r"\d+", minor)[0])  # pyright: ignore[reportOptionalSubscript] - the reader has checked it
+
 
 @dataclass(frozen=True)
 class HardwareProfile:
@@ -124,8 +141,8 @@ class HardwareProfile:
     that a long run at the power limit keeps, where a dtype that is not named takes the first one's;
     ``variation`` is the standard deviation of equal devices' speed over its mean. ``gemm`` and
     ``peak_flops`` are keyed by dtype name (``fp64 fp32 tf32 fp16 bf16 fp8``; every dtype of ``gemm`` has a
-    peak). ``kernels`` are the fused kernels the chip has (``flash_attention``, ``grouped_gemm``,
-    ``triton``), ``forbidden`` what it lacks.
+    peak). ``kernels`` are the fused kernels the chip has (:data:`KERNELS`; ``triton`` stands for all of
+    :data:`FUSED_KERNELS`), ``forbidden`` what it lacks.
 
     A group that crosses the border of a fast domain inside a node takes the ``intra`` fits of more than
     ``fast_domain`` ranks, whatever its own size. ``inter`` fits are for ONE rank in each of ``ranks``

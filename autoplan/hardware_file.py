@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from autoplan.errors import BadProfileError
 from autoplan.hardware import (
     ATTENTION_KERNELS,
     COLLECTIVES,
+    DEVICE_TYPES,
     DTYPES,
     KERNELS,
     SPANS,
@@ -222,13 +224,28 @@ class _Reader:
         found = entry.fields(names.split())
         source = found["source"].text()
         return Software(
-            device_type=found["device_type"].text(),
-            collective_backend=found["collective_backend"].text(),
+            device_type=found["device_type"].text(DEVICE_TYPES),
+            collective_backend=_word(found["collective_backend"]),
             visible_devices_variables=found["visible_devices_variables"].texts(),
             environment={k: v.text() for k, v in found["environment"].mapping().items()},
-            torch_version=found["torch_version"].text(),
+            torch_version=_version(found["torch_version"]),
             source=self.sources.get(source, source),
         )
+
+
+def _word(entry: Entry) -> str:
+    """The name of a torch.distributed backend; several as torch takes them (``cpu:gloo,npu:hccl``)."""
+    text = entry.text()
+    if not re.fullmatch(r"[a-z][a-z0-9_]*|([a-z]+:[a-z0-9_]+,?)+", text):
+        entry.fail("the name of a collective backend, such as nccl", text)
+    return text
+
+
+def _version(entry: Entry) -> str:
+    text = entry.text()
+    if not re.match(r"\d+\.\d+", text):
+        entry.fail("a version of torch, such as 2.5.1", text)
+    return text
 
 
 def _keyed(entry: Entry, keys: tuple[str, ...], all_of: bool = False) -> dict[str, Entry]:

@@ -109,6 +109,7 @@ def run_show(args: argparse.Namespace) -> int:
     print(f"file {profile.file}\nfingerprint {profile.fingerprint}\n")
     print(tabulate(rows, ["number", "value", "tag", "from"], disable_numparse=True))
     print("\n" + "\n".join(_software_lines(profile, sources[profile.software.source])))
+    print("\n" + tabulate(operator_rows(profile), ["op", "runs as"], disable_numparse=True))
     print("\nsources\n" + "\n".join(f"  [{index}] {source}" for source, index in sources.items()))
     return 0
 
@@ -149,7 +150,7 @@ def _join_launched() -> tuple[torch.device, int]:
 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0
-    from autoplan.runtime.ranks import local_device
+    from autoplan.runtime.devices import local_device
 
     device = local_device()
     if not dist.is_initialized():
@@ -201,6 +202,30 @@ def _software_lines(profile: HardwareProfile, source: int) -> list[str]:
         f"kernels {kernels or 'none'}; not available: {missing or 'none known'}",
     ]
     return lines + [f"note: {note}" for note in profile.notes]
+
+
+def operator_rows(profile: HardwareProfile) -> list[tuple[str, str]]:
+    """How each op that a plan can choose runs on the chip."""
+    from autoplan.planner.fusion_space import EVERYWHERE, GROUPED_SINCE, fused_kernels
+    from autoplan_passes.fusions import GROUPED_PRODUCT, KERNELS
+
+    own, release = fused_kernels(profile), profile.software.release
+    flash = "flash_attention" in profile.kernels
+    rows = [
+        ("matrix products", f"{', '.join(profile.gemm)}; not {', '.join(profile.forbidden) or 'none'}"),
+        ("attention", "fused kernel" if flash else "products and softmax, scores kept"),
+        ("attention kinds", ", ".join(sorted({rate.kernel for rate in profile.attention})) or "not measured"),
+        (
+            "grouped products",
+            "torch._grouped_mm"
+            if release >= GROUPED_SINCE
+            else f"group by group (torch {release[0]}.{release[1]})",
+        ),
+    ]
+    for name in (name for name in KERNELS if name != GROUPED_PRODUCT):
+        how = "products in chunks" if name in EVERYWHERE else "fused kernel"
+        rows.append((name, how if name in own else "unfused ops of torch"))
+    return rows
 
 
 def _main_dtype(profile: HardwareProfile) -> str:
@@ -264,6 +289,7 @@ def _as_json(profile: HardwareProfile) -> dict[str, object]:
         "software": dataclasses.asdict(profile.software),
         "kernels": list(profile.kernels),
         "forbidden": list(profile.forbidden),
+        "operators": dict(operator_rows(profile)),
         "notes": list(profile.notes),
         "numbers": numbers,
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import Plan
+from autoplan.runtime.devices import BACKEND, DEVICE_TYPE
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ def launch_of(plan: Plan, profile: HardwareProfile) -> Launch:
     environment = dict(profile.software.environment)
     if profile.software.device_type == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": ""}  # gloo, even where there is an accelerator
+        if profile.software.collective_backend != "gloo":
+            environment |= {BACKEND: profile.software.collective_backend}
         return Launch(devices, 1, devices, environment)
+    software = profile.software
+    if (software.device_type, software.collective_backend) != ("cuda", "nccl"):
+        environment |= {DEVICE_TYPE: software.device_type, BACKEND: software.collective_backend}
     per_node = min(devices, profile.devices_per_node)
     return Launch(devices, math.ceil(devices / per_node), per_node, environment)

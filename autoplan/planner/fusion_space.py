@@ -13,23 +13,26 @@ from dataclasses import replace
 from autoplan.hardware import HardwareProfile
 from autoplan.plan import FUSE
 from autoplan.planner.space import Candidate, Pins
-from autoplan_passes.fusions import KERNELS
+from autoplan_passes.fusions import GROUPED_PRODUCT, KERNELS
 
 LOSS = "linear_cross_entropy"
 # Products in chunks, in PyTorch itself: every chip has it.
 EVERYWHERE = (LOSS,)
+GROUPED_SINCE = (2, 8)  # torch._grouped_mm; older releases multiply group by group
 
 
 def fused_kernels(profile: HardwareProfile) -> tuple[str, ...]:
     """The fused kernels that the chip runs, of those that this program looks for."""
     written = KERNELS if "triton" in profile.kernels else ()
-    return tuple(name for name in KERNELS if name in {*EVERYWHERE, *written, *profile.kernels})
+    replaced = (GROUPED_PRODUCT,) if profile.software.release < GROUPED_SINCE else ()
+    named = {*EVERYWHERE, *profile.kernels, *(name for name in written if name != GROUPED_PRODUCT), *replaced}
+    return tuple(name for name in KERNELS if name in named)
 
 
 def kernels_at(kernels: Iterable[str], fuse: str) -> tuple[str, ...]:
     """The kernels that are used at one level of :data:`autoplan.plan.FUSE`."""
     if fuse == "off":
-        return ()
+        return tuple(name for name in kernels if name == GROUPED_PRODUCT)
     return tuple(name for name in kernels if fuse == "all" or name != LOSS)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoplan.plan import Layout, Mesh, Part, Plan, Stage
 from autoplan.region_runs import fold_regions
+from autoplan.report.fusions import fusions_json
 from autoplan.units import GIB
 from autoplan.validation.worth import worth_of
 
@@ -46,6 +47,7 @@ def plan_summary_json(plan: Plan, path: str | Path = "") -> dict[str, Any]:
         "stages": [_stage(stage) for stage in part.stages],
         "collectives_per_layer_forward": dict(layer.collectives_forward) if layer else {},
         "bytes_per_layer_forward": layer.collective_bytes_forward if layer else 0.0,
+        "fusions": fusions_json(plan),
         "certificate": _certificate(plan),
         "assumptions": list(plan.assumptions),
         "wall_s": dict(plan.wall_s),

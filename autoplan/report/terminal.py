@@ -21,6 +21,7 @@ from rich.text import Text
 from autoplan.plan import Part, Plan, Stage, StagePrediction, zero_text
 from autoplan.plan_table import estimate_mark, heading, schedule_text
 from autoplan.region_runs import fold_regions
+from autoplan.report.fusions import fusion_lines
 from autoplan.report.palette import RECOMPUTE_STYLE, STAGE_STYLES
 from autoplan.report.summary import fullest_stage
 from autoplan.units import bytes_text, count_text, seconds_text, share_text
@@ -56,7 +57,8 @@ def report(plan: Plan, width: int, *, unicode: bool = True) -> RenderableType:
     blocks: list[RenderableType] = [_head(plan, look)]
     for part in plan.parts:
         blocks += [_part_head(part, plan), _stages(part, look)]
-    blocks += [*_peak(plan, look), *_breakdown(plan, look), *_runners_up(plan, look), *_notes(plan)]
+    blocks += [*_peak(plan, look), *_breakdown(plan, look), *_runners_up(plan, look)]
+    blocks += [*_fused(plan), *_notes(plan)]
     return Group(*blocks)
 
 
@@ -236,6 +238,14 @@ def _shares(items: Mapping[str, float], look: _Look, text: Callable[[float], str
         bar = [look.bar(value / total, 20)] if look.width >= _WITH_BARS else []
         table.add_row(name, text(value), f"{value / total:.1%}", *bar)
     return Padding(table, (0, 0, 1, 2), expand=False)
+
+
+def _fused(plan: Plan) -> Iterator[RenderableType]:
+    """What is fused in which regions, and what was left as it was written, with the reason."""
+    lines = fusion_lines(plan)
+    if lines:
+        yield Text("\nfused kernels", style="bold")
+        yield from (Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines)
 
 
 def _notes(plan: Plan) -> Iterator[RenderableType]:

@@ -6,6 +6,7 @@ import importlib
 import linecache
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,9 @@ from torch import nn
 from autoplan.errors import BadInputError
 from autoplan_codegen.stage import StageSource
 from autoplan_passes.placements import parse_placement
+
+KERNEL_ENTRY_POINTS = "autoplan.kernels"
+_REGISTERED: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,7 @@ def build_stage(
     that can be sharded: those at the paths of ``shared`` that are no single numbers (None: as in the model).
     """
     vars(module)["DEVICE"] = place.device
-    if place.device.type != "cpu":  # where the stage's fused ops look for them
-        importlib.import_module("autoplan_codegen.kernels")
+    register_kernels(place.device)
     with torch.device("meta"):
         stage: nn.Module = module.Stage()
     for row in source.parameters:
@@ -74,6 +77,20 @@ def build_stage(
         value = _value({**constants, **tensors}, name)
         set_tensor(stage, path, _as(value.detach(), dtype).to(device=place.device, copy=True))
     return stage
+
+
+def register_kernels(device: torch.device) -> None:
+    """Make the kernels of the device known where a stage's fused ops look for them.
+
+    Ours are ``torch.ops.autoplan.*``; other packages register theirs for their device under an entry point of
+    the group ``autoplan.kernels``, a function that is called once with the device.
+    """
+    if device.type != "cpu":
+        importlib.import_module("autoplan_codegen.kernels")
+    for point in entry_points(group=KERNEL_ENTRY_POINTS):
+        if (point.name, point.value) not in _REGISTERED:
+            _REGISTERED.add((point.name, point.value))
+            point.load()(device)
 
 
 def share_parameters(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan.errors import BadPlanError
 from autoplan.plan import AXES, Mesh
+from autoplan.runtime.devices import collective_backend, local_device
 
 
 @dataclass(frozen=True)
@@ -108,19 +109,10 @@ def launch_line(shape: Mesh) -> str:
     return f"Launch with: torchrun --nproc-per-node {shape.devices} TRAIN_SCRIPT.py"
 
 
-def local_device() -> torch.device:
-    """The accelerator of this process (``LOCAL_RANK``), or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
 def _initialise(shape: Mesh, device: torch.device) -> None:
     if dist.is_initialized():
         return
-    backend = "gloo" if device.type == "cpu" else "nccl"
+    backend = collective_backend(device)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     elif shape.devices == 1:

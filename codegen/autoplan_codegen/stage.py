@@ -76,7 +76,10 @@ def emit_stage(
     sections = [
         f'"""{_opening(program, facts)}\n"""',
         _imports(recompute, imports),
-        _header(recompute),
+        _header(
+            recompute,
+            any("_grouped_mm(" in one.source or "grouped_mm_later" in one.source for one in classes.values()),
+        ),
         prelude,
         _own_saved_ops(used, recompute),
         *(region_class.source for region_class in classes.values()),
@@ -167,10 +170,13 @@ def _imports(recompute: set[str], imports: Sequence[str]) -> str:
     return "\n".join(sorted(lines, key=lambda line: (line.startswith("from"), line)))
 
 
-def _header(recompute: set[str]) -> str:
+def _header(recompute: set[str], groups: bool) -> str:
+    """``groups``: the stage has torch's grouped products, which older releases do not know."""
     lines = ["aten = torch.ops.aten", 'DEVICE = torch.device("cpu")  # set by whoever runs the stage']
     if "selective" in recompute:
-        ops = "".join(f"\n{INDENT}torch.ops.{name}," for name in SAVED_OPS)
+        ops = "".join(
+            f"\n{INDENT}torch.ops.{name}," for name in SAVED_OPS if groups or "_grouped_mm" not in name
+        )
         lines += [
             "",
             f"SAVED = [  # products, attention and collectives are kept, the rest is recomputed{ops}\n]",

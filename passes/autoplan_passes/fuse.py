@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autoplan_passes.calls import first_tensor
-from autoplan_passes.fusions import KERNELS, TABLE, Fusion
+from autoplan_passes.fusions import GROUPED_PRODUCT, KERNELS, TABLE, Fusion
 from autoplan_passes.local_ops import find_fake_mode, propagate
 from autoplan_passes.match import Found, is_cast, matches
 from autoplan_passes.shifted_loss import keep_all_positions
@@ -187,7 +187,7 @@ def _left(graph: fx.Graph, kernels: Collection[str]) -> Iterator[Missed]:
     seen: set[tuple[str, fx.Node]] = set()
     for fusion in TABLE:
         for root in reversed(list(graph.nodes)):
-            if root.op != "call_function":
+            if root.op != "call_function" or fusion.kernel == GROUPED_PRODUCT:
                 continue
             found = next(matches(fusion.pattern, root), None)
             core = root.all_input_nodes[0] if is_cast(root) else root

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoplan_passes import fused_loss, fused_ops
+from autoplan_passes import fused_loss, fused_ops, grouped
 from autoplan_passes.calls import Call, first_tensor
 from autoplan_passes.match import LAST, Found, Number, OneOf, Op, Out, Pattern, Rows, Skip, Var, op, shape
 
@@ -218,7 +218,16 @@ def _loss_arguments(found: Found, root: torch.fx.Node) -> tuple[Any, ...]:
     return (*_tensors("x", "weight", "target")(found, root), *told, chunk)
 
 
+# No kernel, but a product that every release of torch has (``torch._grouped_mm`` came with 2.8).
+GROUPED_PRODUCT = "grouped_product"
+
 TABLE: tuple[Fusion, ...] = (
+    Fusion(
+        GROUPED_PRODUCT,
+        op("_grouped_mm", X, WEIGHT, Var("ends")),
+        grouped.grouped_product,
+        lambda found, _root: (found.tensors["x"], found.tensors["weight"], found.tensors["ends"]),
+    ),
     Fusion(
         "linear_cross_entropy",
         LINEAR_LOSS,

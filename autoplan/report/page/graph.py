@@ -238,7 +238,8 @@ def _layout(name: str, layout: Layout) -> Markup:
     ]
     rows = [[label, kinds or "none", bytes_text(amount) if amount else "-"] for label, kinds, amount in facts]
     if layout.kernels:
-        rows.append(["kernels", ", ".join(layout.kernels), ""])
+        rows.append(["fused kernels", ", ".join(layout.kernels), ""])
+    rows += [["not fused", reason, ""] for reason in layout.unfused]
     if layout.replicated_ops:
         rows.append(["run whole on every rank", ", ".join(layout.replicated_ops), ""])
     inside = [table(f"Layout {name}", ["", "what", "bytes"], rows, numbers_from=2)]
