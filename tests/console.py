@@ -19,8 +19,8 @@ import pytest
 from autoplan.cli import main
 
 BLOCK = re.compile(r"^(<!-- not run -->\n)?```(console|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# What differs from run to run (seconds), from machine to machine (the last bits of sums), and with what was tried
-# on the way to the same plan.
+# What differs from run to run (seconds), from machine to machine (the last bits of sums), and with what the
+# search tried on its way to the same plan.
 VARYING = (
     (r"planned in import.*?total [\d.]+ \w+", "planned in a while"),
     (r"\(gap [^)]*\)", "(gap)"),

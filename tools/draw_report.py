@@ -1,7 +1,7 @@
 """Takes the pictures of docs/report.md: a plan in, PNGs of its report's sections out, by headless Chromium.
 
-autoplan search examples/deepseek_v3.py --hw h800 --devices 2048 --global-batch 4096 -o plan.yaml
-python tools/draw_report.py plan.yaml
+python tools/write_examples.py deepseek_v3
+python tools/draw_report.py out/examples/deepseek_v3.yaml
 """
 
 from __future__ import annotations
