@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, assert_equal_within_rounding
+from kernel_cases import CASES, EPS, OPS, SEED, Inputs, assert_equal_within_rounding
 
 from autoplan_codegen.kernels import linear_cross_entropy as linear
 
@@ -55,3 +57,90 @@ def interpreter() -> Iterator[None]:
 def test_equal_to_the_unfused_model(name: str, dtype: torch.dtype) -> None:
     """The same cases as the plain PyTorch ones, kernels interpreted on the CPU."""
     assert_equal_within_rounding(CASES[name], dtype)
+
+
+# --- bytes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moves:
+    """An operator on given tensors; ``read`` and ``written``: how often each element is, in their order."""
+
+    call: Callable[[Inputs], tuple[list[Any], list[Any]]]
+    extra: int = 0
+    """Elements read besides, in all."""
+
+
+def _whole(name: str, *inputs: Any) -> tuple[list[Any], list[Any]]:
+    made = getattr(OPS, name)(*inputs)
+    return list(inputs), [made] if isinstance(made, torch.Tensor) else list(made)
+
+
+R, C = 6, 128
+MOVES = {
+    "rms_norm": Moves(lambda i: _whole("rms_norm", i.plain(R, C), i.plain(C), EPS)),
+    "add_rms_norm": Moves(lambda i: _whole("add_rms_norm", i.plain(R, C), i.plain(R, C), i.plain(C), EPS)),
+    "add_layer_norm": Moves(
+        lambda i: _whole("add_layer_norm", i.plain(R, C), i.plain(R, C), i.plain(C), i.plain(C), EPS)
+    ),
+    "norm backward": Moves(
+        lambda i: _whole(
+            "norm_backward", i.plain(R, C), i.plain(R, C), i.plain(R, C), i.plain(C), EPS, True, True
+        )
+    ),
+    "swiglu": Moves(lambda i: _whole("swiglu", i.plain(R, C), i.plain(R, C))),
+    "gated backward": Moves(
+        lambda i: _whole("gated_backward", i.plain(R, C), i.plain(R, C), i.plain(R, C), "silu")
+    ),
+    "bias_gelu_dropout": Moves(
+        lambda i: _whole("bias_gelu_dropout", i.plain(R, C), i.plain(C), 0.1, SEED, "none")
+    ),
+    "bias_gelu_dropout backward": Moves(
+        lambda i: _whole(
+            "bias_gelu_dropout_backward", i.plain(R, C), i.plain(R, C), i.plain(C), 0.1, SEED, "none"
+        )
+    ),
+    "rotary": Moves(
+        lambda i: _whole("rotary", i.plain(2, 4, 3, 16), i.plain(2, 1, 3, 16), i.plain(2, 1, 3, 16))
+    ),
+    "cross_entropy": Moves(lambda i: _whole("cross_entropy", i.plain(R, C), i.labels(R, C), -100), extra=R),
+    "cross_entropy backward": Moves(
+        lambda i: _whole(
+            "cross_entropy_backward", i.plain(R), i.plain(R), i.plain(R, C), i.labels(R, C), i.plain(R), 0
+        )
+    ),
+    "adamw": Moves(lambda i: _stepped(i)),
+}
+
+
+def _stepped(i: Inputs) -> tuple[list[Any], list[Any]]:
+    parameter, gradient, first, second = *(i.plain(R, C) for _ in range(3)), i.plain(R, C).square()
+    rest = (0.1, 0.9, 0.99, 1e-8, 0.1, 1, 1.0)
+    OPS.adamw_step([parameter], [gradient], [first], [second], [], *rest)
+    return [parameter, gradient, first, second], [parameter, first, second]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_no_byte_too_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from the kernels' own loads and stores: each large tensor is read once and written once."""
+    counts = {"load": Counter[int](), "store": Counter[int]()}
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    for kind, counter in counts.items():
+        monkeypatch.setattr(builder, f"create_masked_{kind}", _counting(builder, kind, counter))
+    read, written = MOVES[name].call(Inputs(torch.float32))
+    for tensors, counter, extra in ((read, counts["load"], MOVES[name].extra), (written, counts["store"], 0)):
+        for x in (x for x in tensors if isinstance(x, torch.Tensor) and x.dim() > 1):
+            places = range(x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), x.element_size())
+            found = sum(counter[place] for place in places)
+            assert x.numel() <= found <= x.numel() + extra, (name, tuple(x.shape), found)
+
+
+def _counting(builder: Any, kind: str, counter: Counter[int]) -> Callable[..., Any]:
+    plain = getattr(builder, f"create_masked_{kind}")
+
+    def counted(self: Any, pointers: Any, *rest: Any) -> Any:
+        mask = rest[1 if kind == "store" else 0].data
+        counter.update(pointers.data[mask.astype(bool)].tolist())
+        return plain(self, pointers, *rest)
+
+    return counted

@@ -71,27 +71,12 @@ def columns_seen(
 
 @jit
 def rows_seeing(
-    start,
-    rows,
-    window,
-    CAUSAL: constexpr,
-    WINDOWED: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
+    start, rows, window, CAUSAL: constexpr, WINDOWED: constexpr, ROWS: constexpr, COLUMNS: constexpr
 ):
-    """The same of the rows that see a block of columns."""
-    low = 0
-    all_low = 0
-    all_high = rows // ROWS * ROWS
-    high = rows
-    if CAUSAL:
-        low = start // ROWS * ROWS
-        all_low = tl.cdiv(start + COLUMNS - 1, ROWS) * ROWS
-    if WINDOWED:
-        high = tl.minimum(rows, start + COLUMNS - 1 + window)
-        all_high = tl.minimum(all_high, (start + window) // ROWS * ROWS)
-    all_high = tl.maximum(all_high, low)
-    return low, tl.minimum(tl.maximum(all_low, low), all_high), all_high, high
+    """The first and the last of the rows that see a block of columns."""
+    low = start // ROWS * ROWS if CAUSAL else 0
+    high = tl.minimum(rows, start + COLUMNS - 1 + window) if WINDOWED else rows
+    return low, high
 
 
 @jit
@@ -156,7 +141,7 @@ def attend(
     return out, sums, top
 
 
-FORWARD = [(128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 4)]
+FORWARD = [(128, 64, 8, 3), (128, 32, 4, 4), (128, 128, 8, 3), (64, 64, 4, 3)]
 
 
 @tuned(FORWARD, KEY)
@@ -233,8 +218,8 @@ def numbers_of(X, first, rows, BLOCK: constexpr):
 @jit
 def add_columns(
     d_k, d_v, k, v, Q, G, LOG_SUM, MEANS, start, low, high, rows, columns, q_row, g_row, size, window, scale,
-    MASKED: constexpr, CAUSAL: constexpr, WINDOWED: constexpr,
-    ROWS: constexpr, COLUMNS: constexpr, HEAD: constexpr, EVEN: constexpr, PRECISION: constexpr,
+    CAUSAL: constexpr, WINDOWED: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+    HEAD: constexpr, EVEN: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     column = (start + tl.arange(0, COLUMNS))[None, :]
     for first in range(low, high, ROWS):
@@ -243,17 +228,17 @@ def add_columns(
         log_sum, means = numbers_of(LOG_SUM, first, rows, ROWS), numbers_of(MEANS, first, rows, ROWS)
         weights, slopes = weights_and_slopes(
             q, k, v, g, log_sum * 1.4426950408889634, means, (first + tl.arange(0, ROWS))[:, None], column,
-            rows, columns, window, scale, MASKED, CAUSAL, WINDOWED, PRECISION,
+            rows, columns, window, scale, True, CAUSAL, WINDOWED, PRECISION,
         )  # fmt: skip
         d_v = tl.dot(tl.trans(weights.to(g.dtype)), g, d_v, input_precision=PRECISION)
         d_k = tl.dot(tl.trans(slopes.to(q.dtype)), q, d_k, input_precision=PRECISION)
     return d_k, d_v
 
 
-BACKWARD = [(64, 64, 4, 2), (64, 128, 8, 2), (128, 64, 8, 2), (32, 128, 4, 3), (32, 64, 4, 2)]
+BY_COLUMNS = [(32, 64, 8, 2), (64, 32, 4, 1), (32, 128, 8, 2), (64, 64, 8, 2)]
 
 
-@tuned(BACKWARD, KEY)
+@tuned(BY_COLUMNS, KEY)
 @jit
 def columns_backward(
     Q, K, V, G, LOG_SUM, MEANS, D_K, D_V, heads, group, rows, columns, size, window, scale,
@@ -268,18 +253,15 @@ def columns_backward(
     v = tile(V + sample * v_sample + head * v_head, start, columns, v_row, size, COLUMNS, HEAD, EVEN)
     d_k = tl.zeros((COLUMNS, HEAD), tl.float32)
     d_v = tl.zeros((COLUMNS, HEAD), tl.float32)
-    low, all_low, all_high, high = rows_seeing(start, rows, window, CAUSAL, WINDOWED, ROWS, COLUMNS)
+    low, high = rows_seeing(start, rows, window, CAUSAL, WINDOWED, ROWS, COLUMNS)
     for member in range(group):
         own = head * group + member
         numbers = (sample * heads * group + own) * rows
         q, g = Q + sample * q_sample + own * q_head, G + sample * g_sample + own * g_head
-        for phase in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues] - unrolled
-            first, last = phase_of(phase, low, all_low, all_high, high)
-            d_k, d_v = add_columns(
-                d_k, d_v, k, v, q, g, LOG_SUM + numbers, MEANS + numbers, start, first, last, rows, columns,
-                q_row, g_row, size, window, scale,
-                phase != 1, CAUSAL, WINDOWED, ROWS, COLUMNS, HEAD, EVEN, PRECISION,
-            )  # fmt: skip
+        d_k, d_v = add_columns(
+            d_k, d_v, k, v, q, g, LOG_SUM + numbers, MEANS + numbers, start, low, high, rows, columns, q_row,
+            g_row, size, window, scale, CAUSAL, WINDOWED, ROWS, COLUMNS, HEAD, EVEN, PRECISION,
+        )  # fmt: skip
     column, at = (start + tl.arange(0, COLUMNS))[:, None], tl.arange(0, HEAD)[None, :]
     place = (tl.program_id(1).to(tl.int64) * columns + column) * size + at
     inside = (column < columns) & (at < size)
@@ -305,7 +287,10 @@ def add_rows(
     return d_q
 
 
-@tuned(BACKWARD, KEY)
+BY_ROWS = [(64, 32, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)]
+
+
+@tuned(BY_ROWS, KEY)
 @jit
 def rows_backward(
     Q, K, V, G, LOG_SUM, MEANS, D_Q, heads, group, rows, columns, size, window, scale,
@@ -387,8 +372,8 @@ def attention_backward(
     constants = options(q, causal, window)
     log_sum = log_sum.masked_fill(log_sum == -float("inf"), float("inf"))  # rows that see no key
     means, (d_q, d_k, d_v) = torch.empty_like(log_sum), (x.new_empty(x.shape) for x in (q, k, v))
-    means_kernel[(triton.cdiv(rows, 32), samples * heads)](
-        out, g, means, heads, rows, size, *out.stride()[:3], *g.stride()[:3], ROWS=32, HEAD=constants["HEAD"]
+    means_kernel[(triton.cdiv(rows, 16), samples * heads)](
+        out, g, means, heads, rows, size, *out.stride()[:3], *g.stride()[:3], ROWS=16, HEAD=constants["HEAD"]
     )  # fmt: skip
     strides = [s for x in (q, k, v, g) for s in x.stride()[:3]]
     numbers = (heads // shared, rows, columns, size, window, scale)

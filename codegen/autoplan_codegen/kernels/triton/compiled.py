@@ -52,6 +52,8 @@ class Compiled:
 
 def compile_launch(name: str, launch: Launch, chip: str) -> Compiled:
     """Compile one kernel for one chip. Needs no device."""
+    cuda = CHIPS[chip][0] == "cuda"
+    launch = launch if cuda else launch.on_amd()
     kernel = launch.kernel.fn if isinstance(launch.kernel, Autotuner) else launch.kernel
     constants = {n: v for n, v in launch.arguments.items() if not isinstance(v, str) or n in launch.constants}
     signature = {n: "constexpr" if n in constants else str(v) for n, v in launch.arguments.items()}
@@ -65,7 +67,6 @@ def compile_launch(name: str, launch: Launch, chip: str) -> Compiled:
     )
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
     made: Any = triton.compile(source, target=GPUTarget(*CHIPS[chip]), options=options)
-    cuda = CHIPS[chip][0] == "cuda"
     text = made.asm["ptx" if cuda else "amdgcn"]
     loads, stores = _cuda_accesses(text) if cuda else _amd_accesses(text)
     spilled = _cuda_spills(made.asm["cubin"]) if cuda else _amd_spills(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton.language as tl
@@ -35,6 +35,15 @@ class Launch:
     """Numbers that are multiples of 16."""
     constants: tuple[str, ...] = ()
     """Constants that are text."""
+    amd: tuple[int, int, int, int] | None = None
+    """Rows, columns, warps and stages on AMD's chips, whose registers are other."""
+
+    def on_amd(self) -> Launch:
+        if self.amd is None:
+            return self
+        rows, columns, warps, stages = self.amd
+        arguments = {**self.arguments, "ROWS": rows, "COLUMNS": columns}
+        return replace(self, arguments=arguments, warps=warps, stages=stages, amd=None)
 
 
 def _rows(kernel: Any, tile: Tile, tensors: str, **arguments: Any) -> Launch:
@@ -112,6 +121,18 @@ def _attention(kernel: Any, choice: tuple[int, int, int, int], head: int, window
     return Launch(kernel, given, warps, stages, (*strides, "rows", "columns", "size"), ("PRECISION",))
 
 
+def _means() -> Launch:
+    kernel = attention.means_kernel
+    given: dict[str, Any] = dict.fromkeys(kernel.arg_names, "i32") | {
+        "OUT": ROW,
+        "D_OUT": ROW,
+        "MEANS": "*fp32",
+    }
+    given |= {"ROWS": 16, "HEAD": 128}
+    strides = tuple(n for n in kernel.arg_names if n[:2] in ("o_", "d_"))
+    return Launch(kernel, given, 4, multiples=(*strides, "size"))
+
+
 def _products(kernel: Any, choice: tuple[int, int, int, int]) -> Launch:
     rows, columns, warps, stages = choice
     names = kernel.arg_names
@@ -136,9 +157,9 @@ def _sparse(kernel: Any) -> Launch:
     given: dict[str, Any] = {n: "i32" for n in names if not n.isupper()} | {"scale": "fp32"}
     given |= {n: ROW for n in ("Q", "K", "V", "OUT", "G", "D_Q") if n in names} | {"KEYS": "*i32"}
     given |= {n: "*fp32" for n in ("LOG_SUM", "D_K", "D_V") if n in names}
-    given |= {"GROUP": 16, "HEAD": 128, "V_HEAD": 128, "PRECISION": "tf32", "N": 64}
+    given |= {"GROUP": 16, "HEAD": 128, "V_HEAD": 128, "PRECISION": "tf32", "N": 32}
     strides = tuple(n for n in names if n[:2] in ("q_", "k_", "v_"))
-    return Launch(kernel, given, 4, 2, (*strides, "size", "count"), ("PRECISION",))
+    return Launch(kernel, given, 8, 2, (*strides, "size", "count"), ("PRECISION",))
 
 
 def _scores() -> Launch:
@@ -157,32 +178,30 @@ def _scores() -> Launch:
 _PIECE = pieces_of_rows(14336)
 _GELU: dict[str, Any] = {"SEED": "*i64", "p": "fp32", "KIND": "gelu"}
 LAUNCHES: dict[str, Launch] = {
-    "rms_norm": _norm(False, False, False),
-    "rms_norm backward": _norm(False, True, False),
     "add_rms_norm": _norm(False, False, True),
     "add_rms_norm backward": _norm(False, True, True),
     "rms_norm of heads": _norm(False, False, False, 128),
     "rms_norm of heads backward": _norm(False, True, False, 128),
     "add_layer_norm": _norm(True, False, True),
     "add_layer_norm backward": _norm(True, True, True),
-    "add_rms_norm, wide": _norm(False, False, True, 16384),
-    "add_rms_norm backward, wide": _norm(False, True, True, 16384),
+    "add_rms_norm, wide": _norm(False, False, True, 8192),
+    "add_rms_norm backward, wide": _norm(False, True, True, 8192),
     "swiglu": _rows(gated.gated_forward, _PIECE, "G U Y", KIND="silu"),
     "swiglu backward": _rows(gated.gated_backward_kernel, _PIECE, "DY G U DG DU", KIND="silu"),
-    "geglu, tanh": _rows(gated.gated_forward, _PIECE, "G U Y", KIND="gelu_tanh"),
     "geglu backward": _rows(gated.gated_backward_kernel, _PIECE, "DY G U DG DU", KIND="gelu"),
     "bias_gelu_dropout": _rows(gated.bias_gelu_forward, _PIECE, "X B Y", **_GELU),
     "bias_gelu_dropout backward": _rows(gated.bias_gelu_backward, _PIECE, "DY X B DX", DB="*fp32", **_GELU),
     "rotary": _rotary(False),
-    "rotary backward": _rotary(True),
     "cross_entropy": _losses(False),
     "cross_entropy backward": _losses(True),
-    "adamw": _adamw(False),
     "adamw, masters": _adamw(True),
-    "attention": _attention(attention.attention_forward, attention.FORWARD[0], 128, False),
-    "attention, window": _attention(attention.attention_forward, attention.FORWARD[0], 64, True),
-    "attention backward, rows": _attention(attention.rows_backward, attention.BACKWARD[0], 128, False),
-    "attention backward, columns": _attention(attention.columns_backward, attention.BACKWARD[1], 128, False),
+    "attention": _attention(attention.attention_forward, attention.FORWARD[1], 64, False),
+    "attention backward, rows": _attention(attention.rows_backward, attention.BY_ROWS[0], 64, False),
+    "attention backward, columns": replace(
+        _attention(attention.columns_backward, attention.BY_COLUMNS[0], 64, False),
+        amd=attention.BY_COLUMNS[1],
+    ),
+    "attention backward, means": _means(),
     "grouped_linear": _products(experts.grouped_product_kernel, experts.PRODUCTS[0]),
     "grouped_linear weight gradient": _products(experts.weight_gradient_kernel, experts.WEIGHTS[0]),
     "combine_experts": _combine(experts.combine_kernel, Tile(1, 2048)),

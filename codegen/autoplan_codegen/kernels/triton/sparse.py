@@ -163,14 +163,13 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, start: int, causal: bool) -> T
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> dict[str, Any]:
-    widest = max(q.shape[-1], v.shape[-1])
     return {
         "GROUP": max(16, power_of_two(q.shape[1] // k.shape[1])),
         "HEAD": max(16, power_of_two(q.shape[-1])),
         "V_HEAD": max(16, power_of_two(v.shape[-1])),
         "PRECISION": _precision(q),
-        "N": max(16, min(power_of_two(keys.shape[-1]), 64 if widest <= 128 else 32)),
-        "num_warps": 4 if widest <= 128 else 8,
+        "N": max(16, min(power_of_two(keys.shape[-1]), 32)),
+        "num_warps": 8,
         "num_stages": 2,
     }
 
