@@ -16,9 +16,17 @@ from latex2mathml.converter import convert
 from autoplan.cli import build_parser
 
 COMMANDS = "<!-- commands -->"
-# What lets pages that are opened from a folder be searched (iframe-worker 1.0.4, MIT): the theme fetches it
-# from elsewhere, here it lies beside the pages.
-SHIM = ("https://unpkg.com/iframe-worker/shim", "scripts/iframe-worker.js")
+# What the theme writes, and what is written instead.
+INSTEAD = (
+    # What lets pages opened from a folder be searched (iframe-worker 1.0.4, MIT), from elsewhere.
+    ("https://unpkg.com/iframe-worker/shim", "scripts/iframe-worker.js"),
+    # A dialog without a name, and code that scrolls out of a keyboard's reach.
+    (
+        'data-md-component="search" role="dialog"',
+        'data-md-component="search" role="dialog" aria-label="Search"',
+    ),
+    ("<pre><span></span><code>", '<pre><span></span><code tabindex="0">'),
+)
 WIDTH = "92"  # columns of the help texts
 
 
@@ -30,8 +38,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """One page after it is rendered: it fetches nothing from elsewhere."""
-    return output.replace(*SHIM)
+    """One page after it is rendered."""
+    for theirs, ours in INSTEAD:
+        output = output.replace(theirs, ours)
+    return output
 
 
 on_post_template = on_post_page  # the page that is shown where there is none
