@@ -232,8 +232,8 @@ def _put_optimizer(
 
 def put_buffers(run: ParallelModel) -> None:
     """Bring buffers that were read into the stages."""
-    for number, stage in run.stages.items():
-        for path, name in run.program.sources[number].buffers.items():
+    for source, stage in run.built:
+        for path, name in source.buffers.items():
             if name in run.plain_state:
                 tensor_at(stage, path).copy_(run.plain_state[name])
 

@@ -105,6 +105,8 @@ class ParallelModel:
         homes = [home for home in program.homes if home.stage in self.stages]
         self.owned = tuple(self._own(home, tensors, trained) for home in homes)
         modules = [stage.module for stages in (here, *further) for stage in stages]
+        programs = zip((program, *others), (here, *further))
+        self.built = [(one.sources[s.number], s.module) for one, stages in programs for s in stages]
         self._refresh = WeightRefresh(list(trained.values()), modules)
         self._reduction = GradientReduction(list(trained.values()))
         self._partial = PartialGradients(self.owned, ranks)
