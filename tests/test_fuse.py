@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from autoplan.planner.driver import Request, search_capture, search_plan
 from autoplan.planner.space import parse_pins
 from autoplan.planner.what_if import with_memory
 from autoplan.runtime.check import run_check
+from autoplan_passes import fused_loss
 from autoplan_passes.fuse import fuse
 from autoplan_passes.fusions import KERNELS
 from autoplan_passes.local_ops import find_fake_mode
@@ -289,6 +291,23 @@ def test_a_chip_without_the_kernel() -> None:
     fused = fuse(graph_of(case), ("swiglu", "linear_cross_entropy"))
     assert not fused.used
     assert [str(one) for one in fused.missed] == ["rms_norm at rms_norm: the kernel is not there"]
+
+
+def test_kernels_of_the_loss_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registered operators, as an accelerator would run them, against the plain chunks."""
+    importlib.import_module("autoplan_codegen.kernels")
+    rows, weight = (torch.randn(7, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64))
+    target = torch.tensor([0, 10, -100, 3, 3, 5, 9])
+
+    def run_loss() -> list[Tensor]:
+        given = [rows.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = fused_loss.linear_cross_entropy(*given, target, -100, 0.0, 1, 3)
+        return [loss.detach(), *torch.autograd.grad(loss * 2, given)]
+
+    plain = run_loss()
+    monkeypatch.setattr(fused_loss, "_loss_kernel", lambda name, *_: getattr(torch.ops.autoplan, name))
+    for found, wanted in zip(run_loss(), plain):
+        torch.testing.assert_close(found, wanted)
 
 
 # --- in a plan -------------------------------------------------------------------------------------

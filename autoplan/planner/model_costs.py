@@ -21,7 +21,7 @@ from autoplan.errors import BadInputError
 from autoplan.plan import FUSE, Layout
 from autoplan.planner.boundaries import mark_dims, token_boundaries
 from autoplan.planner.context import Context, joined
-from autoplan.planner.fusion_space import kernels_at
+from autoplan.planner.fusion_space import LOSS, kernels_at
 from autoplan.planner.layout import (
     WHOLE,
     Boundary,
@@ -34,6 +34,7 @@ from autoplan.planner.layout_pricing import SEQUENCE_SETTINGS
 from autoplan.planner.space import ALONE, Inside, divisors
 from autoplan.regions import Region, find_regions, region_graph
 from autoplan_cost_models.between import work_between
+from autoplan_cost_models.execution import PLAIN_LOGIT_BYTES, Execution
 from autoplan_cost_models.region_cost import CostModel, RegionCost, RegionWork, measure_region
 from autoplan_passes.calls import op_name
 from autoplan_passes.experts import expert_layout, find_expert_chains
@@ -331,8 +332,15 @@ class ModelCosts:
     def _measured_work(self, graphs: dict[int, fx.GraphModule], whole: RegionWork | None) -> RegionWork:
         model = self.cost_model
         return measure_region(
-            graphs, whole=whole, fused_attention=model.fused_attention, execution=model.execution
+            graphs, whole=whole, fused_attention=model.fused_attention, execution=self._execution
         )
+
+    @property
+    def _execution(self) -> Execution:
+        """As the cost model says; without kernels of its own a chip makes the fused loss op by op."""
+        execution, own = self.cost_model.execution, self.cost_model.profile.kernels
+        plain = not {"triton", LOSS} & {*own}
+        return replace(execution, logit_bytes=PLAIN_LOGIT_BYTES) if plain else execution
 
     def _order(self, class_id: str) -> list[str]:
         """Classes that share a parameter are laid out together, the last of them (the head) first."""

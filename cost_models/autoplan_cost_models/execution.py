@@ -39,6 +39,14 @@ class Keeping:
 EAGER_KEEPING = Keeping()
 
 
+# A kernel after each chunk's product: written and read in 16 bits; written, read and written as a gradient,
+# read by two products.
+FUSED_LOGIT_BYTES = (4.0, 10.0)
+# The same in single precision op by op: a cast, the largest, a difference, its exponential and their sum;
+# then a difference, its exponential, two products with numbers and a cast.
+PLAIN_LOGIT_BYTES = (34.0, 44.0)
+
+
 @dataclass(frozen=True)
 class Execution:
     """What a framework does its own way.
@@ -53,7 +61,8 @@ class Execution:
     ``overlaps_gradients``: the reduction runs beside the last micro-batch's backward, and the new weights
     (ZeRO 1 and 2) are gathered beside the first forward. ``overlaps_tp``: tensor-parallel collectives run
     in tp pieces beside the products they feed. ``optimizer_passes`` multiplies the traffic of one fused
-    update. ``keeping``: what stays in memory.
+    update. ``keeping``: what stays in memory. ``logit_bytes`` move for a logit, forward and backward, of an
+    output layer that is fused with its loss.
     """
 
     attention: str = "flash2"
@@ -67,6 +76,7 @@ class Execution:
     overlaps_tp: bool = False
     optimizer_passes: float = 1.0
     keeping: Keeping = EAGER_KEEPING
+    logit_bytes: tuple[float, float] = FUSED_LOGIT_BYTES
 
 
 EAGER = Execution()

@@ -11,27 +11,29 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
+from autoplan_cost_models.execution import FUSED_LOGIT_BYTES
 from autoplan_cost_models.kernels import Kernel, Kind
 from autoplan_cost_models.node_facts import kernel_dtype, node_bytes, op_name, outputs_of, tensor_argument
 
 Kernels = tuple[Kernel, ...]
 Costs = tuple[Kind, Kernels, Kernels]
 LINEAR_LOSS = "linear_cross_entropy"
-# Bytes that move for a logit, forward and backward, where a kernel follows each chunk's product: written and
-# read in 16 bits; written, read and written as a gradient, read by two products.
-LOGIT_BYTES = (4.0, 10.0)
 # Logits of a chunk, in single precision, that are alive at once in the backward.
 LIVE_LOGITS = 2
 # Fused ops that write the gradient of two summands once.
 SUMMING = ("fused_add_rms_norm", "fused_add_layer_norm")
 
 
-def fused_costs(node: fx.Node, needing: frozenset[fx.Node]) -> Costs | None:
-    """Kind and kernels of a fused op; None for any other."""
-    formula = FORMULAS.get(op_name(node))
-    if formula is None:
+def fused_costs(
+    node: fx.Node, needing: frozenset[fx.Node], logit_bytes: tuple[float, float] = FUSED_LOGIT_BYTES
+) -> Costs | None:
+    """Kind and kernels of a fused op; None for any other. ``logit_bytes``: see :class:`Execution`."""
+    if op_name(node) == LINEAR_LOSS:
+        kind, forward, backward = _linear_loss(node, logit_bytes)
+    elif op_name(node) in FORMULAS:
+        kind, forward, backward = FORMULAS[op_name(node)](node)
+    else:
         return None
-    kind, forward, backward = formula(node)
     return kind, forward, backward if node in needing else ()
 
 
@@ -57,7 +59,7 @@ def _argument(*places: int) -> Callable[[fx.Node], float]:
     return lambda node: float(sum(node_bytes(node.all_input_nodes[place]) for place in places))
 
 
-def _linear_loss(node: fx.Node) -> Costs:
+def _linear_loss(node: fx.Node, logit_bytes: tuple[float, float]) -> Costs:
     """One product forward; backward makes the logits again, then the gradients of rows and weight."""
     rows, weight = tensor_argument(node.args[0]), tensor_argument(node.args[1])
     assert rows is not None and weight is not None
@@ -70,11 +72,11 @@ def _linear_loss(node: fx.Node) -> Costs:
     def product(m: float, n: float, k: float, moved: float) -> Kernel:
         return Kernel("grouped_gemm", dtype, operands + moved, 2 * chunks * m * n * k, chunks, m, n, k)
 
-    forward = product(m, classes, hidden, LOGIT_BYTES[0] * logits)
+    forward = product(m, classes, hidden, logit_bytes[0] * logits)
     backward = (
-        product(m, classes, hidden, LOGIT_BYTES[1] / 2 * logits),
-        product(m, hidden, classes, LOGIT_BYTES[1] / 4 * logits),
-        product(classes, hidden, m, LOGIT_BYTES[1] / 4 * logits + chunks * 8 * weight.numel()),
+        product(m, classes, hidden, logit_bytes[1] / 2 * logits),
+        product(m, hidden, classes, logit_bytes[1] / 4 * logits),
+        product(classes, hidden, m, logit_bytes[1] / 4 * logits + chunks * 8 * weight.numel()),
     )
     return "gemm", (forward,), backward
 
@@ -102,5 +104,4 @@ FORMULAS: Mapping[str, Callable[[fx.Node], Costs]] = {
     "fused_swiglu": _GATED,
     "fused_geglu": _GATED,
     "fused_rotary": _streaming(_argument(1, 2), _argument(0)),
-    LINEAR_LOSS: _linear_loss,
 }

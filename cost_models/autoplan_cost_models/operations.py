@@ -63,7 +63,7 @@ def operations(graph: fx.GraphModule, execution: Execution = EAGER) -> tuple[Ope
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     if any(op_name(node) in LOSSES for node in nodes):
         execution = replace(execution, linear_dtype="")
-    found = [_in_passes(node_operation(node, needing), node, needing, execution) for node in nodes]
+    found = [_in_passes(node_operation(node, needing, execution), node, needing, execution) for node in nodes]
     part_of: dict[fx.Node, Hashable] = {}
     if execution.fuses_pointwise:
         found, part_of = fused(graph.graph, found)
@@ -88,14 +88,14 @@ def _in_passes(
     return replace(operation, forward=(forward,), backward=(backward,) if node in needing else ())
 
 
-def node_operation(node: fx.Node, needing: frozenset[fx.Node]) -> Operation:
+def node_operation(node: fx.Node, needing: frozenset[fx.Node], execution: Execution = EAGER) -> Operation:
     """The work of one node; ``needing`` are the nodes whose value needs a gradient."""
     calls_forward, calls_backward = _collective_calls(node, needing)
     if regathering_products(node):
         calls_backward = ()  # with the first of its products, which compute meanwhile
     calls_backward += _beside(node, needing)
     kind: Kind
-    fused_op = fused_costs(node, needing)
+    fused_op = fused_costs(node, needing, execution.logit_bytes)
     if fused_op is not None:
         kind, forward, backward = fused_op
     elif is_contraction(node):

@@ -39,6 +39,8 @@ class Reader(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
 # --8<-- [end:model]
 
 
@@ -54,4 +56,6 @@ def example_inputs(batch_size):
 
 def loss_fn(logits, inputs):
     return F.cross_entropy(logits.flatten(0, 1), inputs["text"][:, 1:].flatten())
+
+
 # --8<-- [end:autoplan]

@@ -24,6 +24,18 @@ def _wide_logits(rows: Tensor, weight: Tensor) -> Tensor:
     return logits.float() if logits.dtype in SIXTEEN_BIT_LOGITS else logits
 
 
+def _loss_kernel(name: str, rows: Tensor, smoothed: bool) -> Any:
+    """The registered kernel of that name, for rows that lie on an accelerator; it knows no smoothing."""
+    elsewhere = smoothed or rows.device.type in ("cpu", "meta")
+    return None if elsewhere else getattr(torch.ops.autoplan, name, None)
+
+
+def _sums_by_kernel(kernel: Any, rows: Tensor, weight: Tensor, target: Tensor, first: int) -> Tensor:
+    """The sums of :func:`_sums`, relative to the log of the sum instead of the largest logit."""
+    log_sum, chosen = kernel(rows, weight, None, target, first)
+    return torch.stack([log_sum, torch.ones_like(log_sum), chosen, torch.zeros_like(log_sum)])
+
+
 def _spans(count: int, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, count, chunk))
 
@@ -31,6 +43,9 @@ def _spans(count: int, chunk: int) -> Iterator[slice]:
 def _sums(rows: Tensor, weight: Tensor, target: Tensor, chunk: int, first: int, smoothed: bool) -> Tensor:
     """[4, N]: of each row of logits the largest, the sum of exp(logit - largest), the target's (0 where it is
     another rank's) and, if smoothed, the sum."""
+    kernel = _loss_kernel("linear_cross_entropy_pieces", rows, smoothed)
+    if kernel:
+        return _sums_by_kernel(kernel, rows, weight, target, first)
     found: list[Tensor] = []
     for own in _spans(rows.shape[0], chunk):
         logits = _wide_logits(rows[own], weight)
@@ -60,6 +75,9 @@ def _slopes(
     classes: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weight, given the log of each row's sum and the gradient of each row's loss."""
+    kernel = _loss_kernel("linear_cross_entropy_backward", rows, smoothing > 0)
+    if kernel:
+        return kernel(factor, -factor, rows, weight, None, target, log_total, first)[:2]
     of_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
     of_weight = torch.zeros_like(weight, dtype=log_total.dtype)
     for own in _spans(rows.shape[0], chunk):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import torch
@@ -18,6 +19,5 @@ def register(device: torch.device) -> None:
     """Called once in every rank, before its stages are built."""
     if device.type != DEVICE or os.environ.get("MOCK_CHIP_FAST") != "1":  # set by the profile
         return
-    import autoplan_codegen.kernels as _operators  # noqa: F401 - defines the operators
-
+    importlib.import_module("autoplan_codegen.kernels")  # defines the operators
     torch.library.register_kernel("autoplan::rms_norm", DEVICE, rms_norm)
