@@ -284,6 +284,7 @@ CASES: tuple[Case, ...] = (
     Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), ids(8, 4), -100, 0.0, 2, 9)),
     Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), ids(8, 4), -100, 0.1, 1, 2, "cp")),
     Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), ids(8, 4), -100, 0.1, 1, 2, "", "cp")),
+    Case(fused_loss.linear_cross_entropy, (r(4, 6), r(8, 6), ids(7, 4), -100, 0.0, 1, 2, "", "", 7)),
     # to the experts and back
     Case(dispatch.route, (torch.tensor([2, 2, 6]), r(6, 4), "ep")),
     Case(dispatch.dispatch, (r(4, 6), torch.tensor([[4], [4]]), torch.tensor([2, 0, 3, 1]), "ep")),

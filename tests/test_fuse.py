@@ -27,6 +27,7 @@ from autoplan_passes import fused_loss
 from autoplan_passes.fuse import fuse
 from autoplan_passes.fusions import KERNELS
 from autoplan_passes.local_ops import find_fake_mode
+from autoplan_passes.padding import pad_classes
 
 Tensor = torch.Tensor
 HF_LLAMA = Path(__file__).parent / "models" / "tiny_llama_hf.py"
@@ -100,6 +101,10 @@ def shifted_loss(x: Tensor, w: Tensor) -> Tensor:
 def flat_loss(x: Tensor, w: Tensor) -> Tensor:
     target = torch.tensor([0, 4, -100, 1, 2, 3, 3, 1])
     return F.cross_entropy(F.linear(x, w).flatten(0, 1), target, label_smoothing=0.1, reduction="sum")
+
+
+def odd_loss(x: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, w), torch.arange(4))
 
 
 def new_gelu(gate: Tensor, up: Tensor) -> Tensor:
@@ -308,6 +313,21 @@ def test_kernels_of_the_loss_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fused_loss, "_loss_kernel", lambda name, *_: getattr(torch.ops.autoplan, name))
     for found, wanted in zip(run_loss(), plain):
         torch.testing.assert_close(found, wanted)
+
+
+def test_classes_that_do_not_divide_are_hidden_inside_the_loss() -> None:
+    """A vocabulary of five on two ranks: the sixth row is no class, and stays zero."""
+    graph = fuse(graph_of(Case(odd_loss, ((4, 8), (5, 8)), "")), KERNELS).graph
+    table = graph.graph.find_nodes(op="placeholder")[1]
+    table.meta["kind"] = "parameter"
+    padded = pad_classes(graph, 2)
+    rows, weight = tensors(Case(odd_loss, ((4, 8), (5, 8)), ""))
+    wide = torch.cat([weight, torch.zeros(1, 8, dtype=weight.dtype)]).requires_grad_()
+    made = padded(rows, wide)
+    torch.testing.assert_close(made, odd_loss(rows, weight))
+    (gradient,) = torch.autograd.grad(made, [wide])
+    assert not gradient[5].any()
+    torch.testing.assert_close(gradient[:5], torch.func.grad(odd_loss, 1)(rows, weight))
 
 
 # --- in a plan -------------------------------------------------------------------------------------

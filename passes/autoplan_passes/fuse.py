@@ -125,7 +125,8 @@ def _replace(graph: fx.Graph, fusion: Fusion, found: Found, root: fx.Node) -> No
     after = root if not fusion.outs else found.outs[fusion.outs[0]]
     rows = {name: _as_rows(graph, found.tensors[name], after) for name in fusion.as_rows}
     given = replace(found, tensors={**found.tensors, **rows})
-    with graph.inserting_after(next(iter(rows.values()), after)):
+    made = [node for name, node in rows.items() if node is not found.tensors[name]]
+    with graph.inserting_after(made[0] if made else after):
         node = graph.call_function(fusion.function, fusion.arguments(given, root))
     node.meta = {key: value for key, value in root.meta.items() if key != "val"}
     propagate(node)

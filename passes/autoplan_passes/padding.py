@@ -16,12 +16,14 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autoplan_passes.calls import Call, op_name, shape_of
+from autoplan_passes.calls import Call, op_name, parameter_names, shape_of
 from autoplan_passes.collectives import hide_classes
+from autoplan_passes.fused_loss import linear_cross_entropy
 from autoplan_passes.local_ops import find_fake_mode, propagate, set_arguments
 from autoplan_passes.shared_heads import share_heads
 from autoplan_passes.shifted_loss import SAME_ROWS, VIEWS
 
+FUSED_LOSS = "linear_cross_entropy"
 LOSSES = ("aten.cross_entropy_loss", "position_cross_entropy")
 # Large pieces become a multiple of what matrix units take at once; 64 in every library that states one.
 LARGE_PIECE, PIECE_MULTIPLE = 1024, 64
@@ -68,11 +70,23 @@ def _may_be_padded(node: fx.Node, size: int) -> bool:
     classes = shape_of(node)[0]
     if classes % size == 0 or classes < size or not node.users:
         return False
-    return all(_looks_up(user, node) or _makes_logits(user, node) for user in node.users)
+    return all(
+        _looks_up(user, node) or _makes_logits(user, node) or _is_loss_of(user, node) for user in node.users
+    )
 
 
 def _looks_up(user: fx.Node, table: fx.Node) -> bool:
     return op_name(user) == "aten.embedding" and Call(user).tensors[0] is table
+
+
+def _is_loss_of(loss: fx.Node, parameter: fx.Node) -> bool:
+    """Whether this is a loss with its output layer inside, whose classes are the parameter's rows."""
+    if op_name(loss) != FUSED_LOSS:
+        return False
+    call = Call(loss)
+    return (
+        call.tensors[1] is parameter and call.tensors[0] is not parameter and not call.arguments["smoothing"]
+    )
 
 
 def _makes_logits(head: fx.Node, parameter: fx.Node) -> bool:
@@ -115,6 +129,12 @@ def _widen(parameter: fx.Node, size: int) -> Sequence[fx.Node]:
 
 def _hide(graph: fx.Graph, head: fx.Node, size: int) -> None:
     """Hide the added columns of a product's logits, and give what follows its new shape."""
+    if op_name(head) == FUSED_LOSS:
+        given = Call(head).arguments
+        named = {"positions": "", "vocabulary": "", **given, "classes": head.args[1].meta["padded"][0]}  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess] - a node
+        head.args, head.kwargs = tuple(named[name] for name in parameter_names(linear_cross_entropy)), {}
+        propagate(head)
+        return
     classes = shape_of(head)[-1]
     weight, *bias = Call(head).tensors[1:]
     for node in (weight, *bias):
