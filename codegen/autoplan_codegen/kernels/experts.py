@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoplan_codegen.kernels.operators import launcher, operator, runs_triton, wide
+from autoplan_codegen.kernels.operators import LARGEST_ROW, launcher, operator, runs_triton, wide
 from autoplan_passes.grouped import GROUPED_PRODUCT, GROUPED_PRODUCT_BACKWARD
 
 # --- gather and multiply -----------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def _combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 def _combine_backward(d_out: Tensor, y: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    if runs_triton(d_out, y, places, weights):
+    if y.shape[-1] <= LARGEST_ROW and runs_triton(d_out, y, places, weights):
         return launcher("experts").combine_backward(d_out, y, places, weights)
     g = wide(d_out).unsqueeze(1)
     chosen = wide(y).index_select(0, places.reshape(-1)).view(*places.shape, y.shape[-1])

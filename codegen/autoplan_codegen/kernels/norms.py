@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoplan_codegen.kernels.operators import launcher, none_if_empty, operator, runs_triton, wide
+from autoplan_codegen.kernels.operators import (
+    LARGEST_ROW,
+    launcher,
+    none_if_empty,
+    operator,
+    runs_triton,
+    wide,
+)
 
 Pair = tuple[Tensor, Tensor]
 
@@ -28,7 +35,7 @@ def _normalised(x: Tensor, eps: float, centred: bool) -> Pair:
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
-    if runs_triton(x, weight, bias):
+    if x.shape[-1] <= LARGEST_ROW and runs_triton(x, weight, bias):
         return launcher("norms").norm(x, None, weight, bias, eps, centred)[0]
     y, _ = _normalised(x, eps, centred)
     y = y if weight is None else y * wide(weight)
@@ -38,7 +45,7 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, cen
 def _add_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> Pair:
-    if runs_triton(x, residual, weight, bias):
+    if x.shape[-1] <= LARGEST_ROW and runs_triton(x, residual, weight, bias):
         return launcher("norms").norm(x, residual, weight, bias, eps, centred)
     total = x + residual
     return _norm(total, weight, bias, eps, centred), total
@@ -51,7 +58,7 @@ def _backward(
     d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, centred: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the normalised input, the weight and the bias (empty where there is none)."""
-    if runs_triton(d_y, d_sum, x, weight):
+    if x.shape[-1] <= LARGEST_ROW and runs_triton(d_y, d_sum, x, weight):
         return launcher("norms").norm_backward(d_y, d_sum, x, weight, eps, centred, bias)
     hat, factor = _normalised(x, eps, centred)
     g = wide(d_y) if weight is None else wide(d_y) * wide(weight)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,8 @@ OPERATORS: dict[str, str] = {}
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _TRITON_DTYPES = (*SIXTEEN_BIT, torch.float32)
 _TRITON_DEVICES = ("cuda", "xpu")
+LARGEST_ROW = 32768
+"""Elements of a row that a program can hold in registers."""
 
 
 def operator(
@@ -40,6 +43,7 @@ def operator(
     return getattr(torch.ops.autoplan, name)
 
 
+@cache
 def has_triton() -> bool:
     """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None

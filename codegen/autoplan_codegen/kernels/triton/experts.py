@@ -52,12 +52,12 @@ def grouped_product_kernel(
     LENGTH: constexpr, EXPERTS: constexpr, INNER: constexpr, PRECISION: constexpr,
     ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
-    group, start, end = block_of(ENDS, tl.program_id(1), experts, rows, EXPERTS, ROWS)
+    group, start, end = block_of(ENDS, tl.program_id(0), experts, rows, EXPERTS, ROWS)
     if group <= experts:
         row = start + tl.arange(0, ROWS)
         here = row < end
         source = row.to(tl.int64) if AT is None else tl.load(AT + row, mask=here, other=0).to(tl.int64)
-        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         at = tl.arange(0, INNER)
         x = X + source[:, None] * x_stride + at[None, :]
         w = W + group.to(tl.int64) * w_expert + at[:, None] * w_inner + column[None, :] * w_outer
@@ -114,10 +114,11 @@ def _product(x: Tensor, at: Tensor | None, weight: Tensor, ends: Tensor) -> Tens
     y = x.new_empty(rows, outer)
 
     def grid(chosen: dict[str, Any]) -> tuple[int, int]:
-        return triton.cdiv(outer, chosen["COLUMNS"]), triton.cdiv(rows, chosen["ROWS"]) + experts + 1
+        return triton.cdiv(rows, chosen["ROWS"]) + experts + 1, triton.cdiv(outer, chosen["COLUMNS"])
 
     strides = (x.stride(0), *weight.stride(), y.stride(0))
     constants = {"EXPERTS": power_of_two(experts + 1), **_constants(x, rows)}
+    at, ends = None if at is None else at.contiguous(), ends.contiguous()
     grouped_product_kernel[grid](x, at, weight, ends, y, experts, rows, inner, outer, *strides, **constants)
     return y
 
@@ -137,6 +138,7 @@ def grouped_linear_backward(
     def grid(chosen: dict[str, Any]) -> tuple[int, int, int]:
         return triton.cdiv(outer, chosen["COLUMNS"]), triton.cdiv(inner, chosen["ROWS"]), experts
 
+    at, ends = None if at is None else at.contiguous(), ends.contiguous()
     numbers = (d_y.shape[0], inner, outer, x.stride(0), d_y.stride(0))
     weight_gradient_kernel[grid](x, at, d_y, ends, d_weight, *numbers, **_constants(x, d_y.shape[0]))
     return _product(d_y, None, weight.transpose(1, 2), ends), d_weight

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from autoplan_codegen.kernels.triton.language import interpreted
 
 ELEMENTS_A_THREAD, THREADS_A_WARP = 16, 32
-WHOLE_ROW = 32768  # the longest row that a program holds in registers
 CPU_PROGRAMS = 2  # in the interpreter: enough that programs share work
 
 
@@ -85,4 +85,5 @@ def tuned(choices: Sequence[tuple[int, int, int, int]], key: list[str]) -> Calla
         triton.Config({"ROWS": rows, "COLUMNS": columns}, num_warps=warps, num_stages=stages)
         for rows, columns, warps, stages in choices
     ]
-    return triton.autotune(configs, key=key, cache_results=True)
+    kept = {"cache_results": True} if "cache_results" in signature(triton.autotune).parameters else {}
+    return triton.autotune(configs, key=key, **kept)
