@@ -109,6 +109,11 @@ def with_faster_links(profile: HardwareProfile, factor: float) -> HardwareProfil
     return replace(profile, collectives=links)
 
 
+def with_faster_memory(profile: HardwareProfile, factor: float) -> HardwareProfile:
+    """The chip with its memory bandwidth multiplied by ``factor``."""
+    return replace(profile, memory_bytes_per_s=_scaled(profile.memory_bytes_per_s, factor))
+
+
 def with_faster_compute(profile: HardwareProfile, factor: float) -> HardwareProfile:
     """The chip with every matrix product and attention rate multiplied by ``factor``."""
     gemm = {

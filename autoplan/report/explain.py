@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.errors import BadInputError
-from autoplan.plan import Part, Plan, Prediction, Stage
+from autoplan.plan import SCHEDULES, Part, Plan, Prediction, Stage
 from autoplan.planner.what_if import (
     Answer,
     WhatIf,
     with_faster_compute,
     with_faster_links,
+    with_faster_memory,
     with_memory,
 )
 from autoplan.units import GIB, bytes_text, seconds_text
@@ -84,7 +85,8 @@ def alternatives(what_if: WhatIf) -> list[Claim]:
 
 
 def neighbours(plan: Plan) -> list[tuple[str, str]]:
-    """Half and double of every degree and of the micro-batch, other ZeRO stages, other recompute."""
+    """Half and double of every degree and of the micro-batch, other ZeRO stages, schedules (those that the
+    search considers), recompute."""
     part = plan.parts[0]
     current = settings(plan)
     found: list[tuple[str, str]] = []
@@ -92,6 +94,8 @@ def neighbours(plan: Plan) -> list[tuple[str, str]]:
         value = int(current[key])
         found += [(key, str(other)) for other in (value // 2, value * 2) if other >= 1 and other != value]
     found += [("zero", str(z)) for z in (0, 1, 2, 3) if z != part.zero and part.mesh.replicas > 1]
+    if part.mesh.pp > 1:
+        found += [("schedule", one) for one in SCHEDULES if one not in (part.schedule, "gpipe")]
     kinds = {entry.recompute for stage in part.stages for entry in stage.regions}
     found += [("recompute", kind) for kind in ("none", "selective", "full") if kinds != {kind}]
     return found
@@ -111,6 +115,7 @@ def shadow_prices(what_if: WhatIf) -> list[Claim]:
         ("1 GiB more memory a device", what_if.on(with_memory(profile, GIB))),
         ("1 GiB less memory a device", what_if.on(with_memory(profile, -GIB))),
         ("links 10% faster", what_if.on(with_faster_links(profile, FASTER))),
+        ("memory bandwidth 10% higher", what_if.on(with_faster_memory(profile, FASTER))),
         ("matrix products and attention 10% faster", what_if.on(with_faster_compute(profile, FASTER))),
         (f"{2 * devices} devices instead of {devices}", what_if.devices(2 * devices)),
     ]
