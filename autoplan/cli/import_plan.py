@@ -20,6 +20,7 @@ from autoplan.units import seconds_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from autoplan.importing.replan import Replan
     from autoplan.importing.report import ImportReport
     from autoplan.importing.settings import Settings
     from autoplan.planner.pricer import Pricer
@@ -42,6 +43,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--global-batch", type=positive, metavar="N", help="where the script does not say")
     parser.add_argument("--sequence", type=positive, metavar="N", help="where the script does not say")
     parser.add_argument("--no-price", action="store_true", help="check the rules alone")
+    parser.add_argument(
+        "--replan", action="store_true", help="plan anew for the same framework: the flags to change"
+    )
+    parser.add_argument(
+        "--top", type=positive, default=1, metavar="K", help="so many plans, sturdiest first (--replan)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -56,10 +63,16 @@ def run(args: argparse.Namespace) -> int:
     with output_to_stderr(args.json), progress(quiet=args.json) as say:
         make = None if args.no_price else partial(_pricer, settings, args, say)
         report = check_settings(settings, make)
+        replans = _replans(settings, args, say) if args.replan else None
     if args.json:
-        print(json.dumps(_told(report)))
+        told = _told(report)
+        print(json.dumps(told if replans is None else told | {"replans": _replans_told(report, replans)}))
     else:
         _say(report)
+        if replans is not None:
+            _say_replans(report, replans)
+    if replans is not None:
+        return 0
     return 0 if report.legal and (report.quote is None or report.quote.fits) else 1
 
 
@@ -89,19 +102,88 @@ def _pricer(settings: Settings, args: argparse.Namespace, say: Callable[[str], N
     from autoplan.planner.pricer import Pricer
     from autoplan.targets import targets
 
-    stated = args.model is None
-    fixed = stated and not settings.gated and settings.model.get("experts", 0) < 2
-    sizes = {} if fixed or not settings.sequence else {"sequence": settings.sequence}
     return Pricer(
-        model_of(settings) if stated else args.model,
+        model_of(settings) if args.model is None else args.model,
         hw=args.hw,
         devices=settings.devices,
         global_batch=settings.global_batch,
         dtype=settings.dtype,
-        sizes=sizes,
+        sizes=_sizes(settings, args),
         layouts=settings.framework if settings.framework in targets() else "",
         say=say,
     )
+
+
+def _sizes(settings: Settings, args: argparse.Namespace) -> dict[str, int]:
+    fixed = args.model is None and not settings.gated and settings.model.get("experts", 0) < 2
+    return {} if fixed or not settings.sequence else {"sequence": settings.sequence}
+
+
+def _replans(settings: Settings, args: argparse.Namespace, say: Callable[[str], None]) -> list[Replan]:
+    """New plans for the framework of the script, the sturdiest first."""
+    from autoplan.cli.top import error_band
+    from autoplan.hardware import load_profile
+    from autoplan.importing.model import model_of
+    from autoplan.importing.replan import replan_flags
+    from autoplan.planner.driver import Request, search_request
+    from autoplan.planner.top import sturdiest
+    from autoplan.targets import targets
+
+    if settings.framework not in targets():
+        known = ", ".join(name for name in targets() if name != "autoplan")
+        raise BadInputError(f"--replan: expected a script of {known}, this one is {settings.framework}'s.")
+    source = model_of(settings) if args.model is None else args.model
+    request = Request(
+        str(args.model or args.script),
+        args.hw,
+        settings.devices,
+        settings.global_batch,
+        settings.dtype,
+        None,
+        _sizes(settings, args),
+        target=settings.framework,
+    )
+    band = error_band(load_profile(args.hw))[0] if args.top > 1 else 0.0
+    plans = search_request(source, request, say, band=band)
+    chosen = [one.plan for one in sturdiest(plans, band, args.top)]
+    text = args.script.read_text(encoding="utf-8")
+    return [replan_flags(settings, plan, text) for plan in chosen]
+
+
+def _replans_told(report: ImportReport, replans: list[Replan]) -> list[dict[str, Any]]:
+    return [
+        {
+            "step_time_s": _step_s(one),
+            "relative": _relative(report, one),
+            "changes": [asdict(change) for change in one.changes],
+            "environment": dict(one.environment),
+            "append": one.paste,
+        }
+        for one in replans
+    ]
+
+
+def _step_s(replan: Replan) -> float:
+    assert replan.plan.prediction is not None
+    return replan.plan.prediction.step_time_s
+
+
+def _relative(report: ImportReport, replan: Replan) -> float | None:
+    return None if report.quote is None else _step_s(replan) / report.quote.step_time_s - 1
+
+
+def _say_replans(report: ImportReport, replans: list[Replan]) -> None:
+    from autoplan.importing.replan import text_of
+    from autoplan.plan_table import part_text
+
+    for index, one in enumerate(replans):
+        relative = _relative(report, one)
+        against = "" if relative is None else f" ({relative:+.1%} against the script)"
+        print(f"\nplan {index + 1}: {part_text(one.plan.parts[0])}")
+        print(f"{seconds_text(_step_s(one))} a step{against}")
+        print(text_of(replans, index))
+        if one.paste:
+            print(f"to append, once the lines with - are out:\n  {one.paste}")
 
 
 def _told(report: ImportReport) -> dict[str, Any]:

@@ -8,10 +8,14 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autoplan.cli.subparsers import Subparsers
 from autoplan.errors import BadInputError
 from autoplan.output_files import write_file
+
+if TYPE_CHECKING:
+    from autoplan.planner.driver import Request
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -37,6 +41,9 @@ def add_parser(subparsers: Subparsers) -> None:
         default=[],
         metavar="HW=PRICE",
         help="price of a device-hour, for a sweep",
+    )
+    parser.add_argument(
+        "--top", type=positive, metavar="K", help="K plans that the prices cannot tell apart, sturdiest first"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -101,28 +108,34 @@ def _require_writable(output: Path) -> None:
         raise BadInputError(f"--output {output} cannot be written: give another file with -o.")
 
 
+def request_of(args: argparse.Namespace) -> Request:
+    """What the workload options ask for."""
+    from autoplan.planner.driver import Request
+
+    return Request(
+        args.model,
+        args.hw,
+        args.devices,
+        args.global_batch,
+        args.dtype,
+        args.optimizer,
+        sizes_of(args),
+        tuple(args.pin),
+        tuple(args.opaque),
+        args.target,
+    )
+
+
 def run_sweep(args: argparse.Namespace) -> int:
     """A table of plans; exit code 1 where no point has one."""
     from autoplan.cli.progress import output_to_stderr, progress
-    from autoplan.planner.driver import Request
     from autoplan.planner.sweep import parse_sweeps, sweep
     from autoplan.report.sweep import print_sweep, sweep_json, sweep_svg
     from autoplan.targets import target_named
 
     values, hourly = parse_sweeps(args.sweep), _prices(args.device_hour)
     sizes = {name: size for name, size in sizes_of(args).items() if name not in values}
-    request = Request(
-        args.model,
-        None,
-        args.devices,
-        args.global_batch,
-        args.dtype,
-        args.optimizer,
-        sizes,
-        tuple(args.pin),
-        tuple(args.opaque),
-        args.target,
-    )
+    request = replace(request_of(args), hw=None, sizes=sizes)
     target_named(args.target)
     with output_to_stderr(args.json), progress(quiet=args.json) as say:
         points = sweep(request, args.hw.split(",") if args.hw else [None], values, hourly=hourly, say=say)
@@ -151,38 +164,39 @@ def _prices(texts: list[str]) -> dict[str, float]:
 
 def run(args: argparse.Namespace) -> int:
     if args.sweep or (args.hw and "," in args.hw):
+        if args.top:
+            raise BadInputError("--top lists plans of one search: leave --sweep out, and give one chip.")
         return run_sweep(args)
     output = Path(args.output)
     _require_writable(output)
     began_s = time.perf_counter()
     from autoplan.cli.progress import output_to_stderr, progress
-    from autoplan.planner.driver import search_plan
+    from autoplan.cli.top import error_band, print_top, top_json, write_top
+    from autoplan.hardware import load_profile
+    from autoplan.planner.driver import search_request
+    from autoplan.planner.top import sturdiest
 
     import_s = time.perf_counter() - began_s
+    band, why = error_band(load_profile(args.hw)) if args.top else (0.0, "")
     with output_to_stderr(args.json), progress(quiet=args.json) as say:
-        plan = search_plan(
-            args.model,
-            hw=args.hw,
-            devices=args.devices,
-            global_batch=args.global_batch,
-            dtype=args.dtype,
-            optimizer=args.optimizer,
-            sizes=sizes_of(args),
-            pins=args.pin,
-            opaque=args.opaque,
-            target=args.target,
-            say=say,
-        )
+        plans = search_request(args.model, request_of(args), say, band=band)
+    plan = plans[0]
     walls = {"import": import_s, **plan.wall_s, "total": import_s + plan.wall_s["total"]}
     plan = replace(plan, wall_s=walls)
     plan.save(output)
+    top = sturdiest((plan, *plans[1:]), band, args.top) if args.top else ()
+    paths = write_top(top, output)
     if args.json:
         from autoplan.report.summary import plan_summary_json
 
-        print(json.dumps({**plan_summary_json(plan), "plan": str(output)}))
+        told = {**plan_summary_json(plan), "plan": str(output)}
+        told |= {"error_band": band, "top": top_json(top, paths)} if args.top else {}
+        print(json.dumps(told))
         return 0
     from autoplan.report.terminal import print_plan
 
     print_plan(plan)
+    if args.top and plan.certificate:
+        print_top(top, paths, band, why, plan.certificate.gap)
     print(f"\nplan written to {output}; look at it with `autoplan show {output} --svg plan.svg`")
     return 0

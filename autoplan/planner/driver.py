@@ -6,7 +6,6 @@ forecast, certificate and every assumption that was made for the user.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +21,13 @@ from autoplan.capture.program import Capture
 from autoplan.capture.source import ModelSource
 from autoplan.errors import BadInputError, InfeasibleError
 from autoplan.hardware import HardwareProfile, load_profile
-from autoplan.plan import Certificate, ModelIdentity, Plan, Workload
+from autoplan.plan import Certificate, Plan, Workload
 from autoplan.planner.context_space import context_options
 from autoplan.planner.expert_space import with_experts
 from autoplan.planner.fusion_space import fused_kernels, with_fusions
 from autoplan.planner.infeasible import infeasible_message
 from autoplan.planner.model_costs import ModelCosts
-from autoplan.planner.pricing import Pricing
+from autoplan.planner.pricing import Priced, Pricing
 from autoplan.planner.runners_up import runners_up
 from autoplan.planner.solve import Outcome, fits_anywhere, solve
 from autoplan.planner.space import (
@@ -41,7 +40,8 @@ from autoplan.planner.space import (
     require_pinned_regions,
 )
 from autoplan.planner.targets import runnable_on, space_text, target_pins
-from autoplan.regions import differentiable_nodes
+from autoplan.planner.top import inside_band
+from autoplan.planner.trained_model import batch_statistics, identity, require_trainable
 from autoplan.targets import target_named
 from autoplan_cost_models import CostModel
 
@@ -101,20 +101,34 @@ def search_plan(
 
     Raises BadInputError for input that cannot be used and InfeasibleError when nothing fits.
     """
-    start = time.perf_counter()
     where = source.path if isinstance(source, ModelSource) else str(source)
     request = Request(
         where, hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque), target
     )
-    target_named(target)
-    require_counts(devices=devices, global_batch=global_batch)
-    profile = load_profile(hw)
+    return search_request(source, request, say)[0]
+
+
+def search_request(
+    source: str | Path | ModelSource,
+    request: Request,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    band: float = 0.0,
+) -> tuple[Plan, ...]:
+    """The best plan first; with a ``band`` those found that are slower by that share at most, too.
+
+    Raises what :func:`search_plan` raises.
+    """
+    start = time.perf_counter()
+    target_named(request.target)
+    require_counts(devices=request.devices, global_batch=request.global_batch)
+    profile = load_profile(request.hw)
     parsed = parse_pins(request.pins)
     assumptions: list[str] = []
-    chosen_dtype = dtype or _default_dtype(profile, assumptions)
-    say(f"tracing {where}")
-    capture = capture_model(source, dtype=chosen_dtype, sizes=sizes or {}, opaque=opaque)
-    return search_capture(capture, profile, request, parsed, assumptions, start, say)
+    dtype = request.dtype or _default_dtype(profile, assumptions)
+    say(f"tracing {request.source}")
+    capture = capture_model(source, dtype=dtype, sizes=request.sizes or {}, opaque=request.opaque)
+    return search_captured(capture, profile, request, parsed, assumptions, start, say, band=band)
 
 
 def search_capture(
@@ -128,7 +142,23 @@ def search_capture(
     costs: ModelCosts | None = None,
 ) -> Plan:
     """The best plan for a captured model; ``costs`` are those of an earlier search of it, if any."""
-    _require_trainable(capture)
+    return search_captured(capture, profile, request, pins, assumptions, start, say, costs)[0]
+
+
+def search_captured(
+    capture: Capture,
+    profile: HardwareProfile,
+    request: Request,
+    pins: Pins,
+    assumptions: list[str],
+    start: float,
+    say: Callable[[str], None],
+    costs: ModelCosts | None = None,
+    *,
+    band: float = 0.0,
+) -> tuple[Plan, ...]:
+    """As :func:`search_request`, of a captured model."""
+    require_trainable(capture)
     capture_s = 0.0 if costs else capture.capture_s
     costs = costs or model_costs(capture, profile, request.target, say)
     spent_before_s = costs.spent_s
@@ -142,7 +172,7 @@ def search_capture(
     if capture.coupled_at:
         assumptions.append(f"dp=1 and micro_batch={batch}, the global batch: its samples share one loss")
     began = time.perf_counter()
-    pricing, outcome = finder.solve(devices, batch)
+    pricing, outcome = finder.solve(devices, batch, band)
     if outcome.best is None:
         raise InfeasibleError(infeasible_message(pricing, finder, devices, batch))
     best = outcome.best
@@ -150,7 +180,7 @@ def search_capture(
     certificate = Certificate(
         objective_s=best.prediction.step_time_s,
         bound_s=min(outcome.bound_s, best.prediction.step_time_s),
-        gap=max(0.0, 1 - outcome.bound_s / best.prediction.step_time_s),
+        gap=_gap(outcome, best),
         meshes_considered=outcome.considered,
         meshes_solved=outcome.solved,
         wall_s=ended - began,
@@ -159,8 +189,8 @@ def search_capture(
     spent_s = costs.spent_s - spent_before_s
     walls = {"capture": capture_s, "cost": spent_s}
     walls["search"] = ended - start - sum(walls.values())
-    return Plan(
-        model=_identity(capture),
+    plan = Plan(
+        model=identity(capture),
         hardware=profile.name,
         hardware_fingerprint=profile.fingerprint,
         workload=pricing.workload,
@@ -168,10 +198,30 @@ def search_capture(
         layouts=costs.layouts(best.candidate.inside, best.part.micro_batch),
         prediction=best.prediction,
         certificate=certificate,
-        assumptions=(*assumptions, *_batch_statistics(capture), *capture.warnings),
+        assumptions=(*assumptions, *batch_statistics(capture), *capture.warnings),
         wall_s={**walls, "total": ended - start},
         runners_up=runners_up(outcome.tried, best),
     )
+
+    def other(priced: Priced) -> Plan:
+        step_s = priced.prediction.step_time_s
+        proof = replace(certificate, objective_s=step_s, gap=_gap(outcome, priced))
+        return replace(
+            plan,
+            parts=(priced.part,),
+            layouts=costs.layouts(priced.candidate.inside, priced.part.micro_batch),
+            prediction=priced.prediction,
+            certificate=proof,
+            runners_up=(),
+        )
+
+    near = inside_band(outcome.tried, best, band) if band else [best]
+    return (plan, *(other(priced) for priced in near[1:]))
+
+
+def _gap(outcome: Outcome, priced: Priced) -> float:
+    """How much faster than a plan anything could be."""
+    return max(0.0, 1 - outcome.bound_s / priced.prediction.step_time_s)
 
 
 def model_costs(
@@ -286,9 +336,9 @@ class Finder:
                 f"{where}: the loss pairs the samples of a batch, so dp=1: {error}"
             ) from error
 
-    def solve(self, devices: int, batch: int) -> tuple[Pricing, Outcome]:
+    def solve(self, devices: int, batch: int, band: float = 0.0) -> tuple[Pricing, Outcome]:
         pricing = self.pricing(devices, batch, self.pins)
-        return pricing, solve(pricing, self.say)
+        return pricing, solve(pricing, self.say, band=band)
 
     def _batch(self, devices: int, assumptions: list[str]) -> int:
         if self.request.global_batch is not None:
@@ -334,29 +384,6 @@ def _default_dtype(profile: HardwareProfile, assumptions: list[str]) -> str:
     return dtype
 
 
-def _require_trainable(capture: Capture) -> None:
-    """Raises BadInputError where backward would reach no parameter."""
-    trainable = any(info.trainable and not info.is_buffer for info in capture.parameters.values())
-    (loss,) = capture.graph.output_node().all_input_nodes
-    if not trainable or loss not in differentiable_nodes(capture):
-        why = "its loss depends on none that is" if trainable else "none is"
-        raise BadInputError(
-            f"{capture.source}: training {capture.name} needs parameters with requires_grad, and {why}. "
-            "Look for requires_grad=False, detach() and no_grad() in it."
-        )
-
-
-def _batch_statistics(capture: Capture) -> list[str]:
-    """Said where batch norm trains: its loss is not a mean over samples, whatever the layout."""
-    norms = (node for node in capture.graph.nodes if str(node.target) == "aten.batch_norm.default")
-    if not any(node.args[5] for node in norms):
-        return []
-    return [
-        "batch norm takes its statistics over one micro-batch of one device, as it does under gradient "
-        "accumulation and DDP (--pin dp=1 --pin micro_batch=GLOBAL_BATCH for the whole batch)"
-    ]
-
-
 def _tp_message(tp: int, costs: ModelCosts, degrees: Sequence[int], most: int) -> str:
     heads = sorted({(q, kv) for _, q, kv in costs.heads()})
     shown = " and ".join(f"{q} heads" + (f" with {kv} key-value heads" if kv != q else "") for q, kv in heads)
@@ -367,16 +394,3 @@ def _tp_message(tp: int, costs: ModelCosts, degrees: Sequence[int], most: int) -
 
 def _list(numbers: Sequence[int]) -> str:
     return ", ".join(str(n) for n in numbers)
-
-
-def _identity(capture: Capture) -> ModelIdentity:
-    weights = [info for info in capture.parameters.values() if not info.is_buffer]
-
-    return ModelIdentity(
-        name=capture.name,
-        source=capture.source,
-        fingerprint=capture.fingerprint,
-        parameters=sum(math.prod(info.shape) for info in weights),
-        trainable_parameters=sum(math.prod(info.shape) for info in weights if info.trainable),
-        tied_parameters=tuple(info.tied_names for info in weights if len(info.tied_names) > 1),
-    )

@@ -25,6 +25,7 @@ from autoplan.planner.space import Candidate
 # A candidate whose lower bound is within this share of the best plan is not worth a solver's time; the
 # certificate's bound accounts for it.
 TOLERANCE = 0.002
+MOST_IN_BAND = 64  # candidates beyond the proof that a list of near plans looks at
 MORE_TO_SHOW = 8  # candidates looked at beyond the proof, to name runners-up
 
 
@@ -71,8 +72,11 @@ def first_cuts(chain: Chain, incumbent_s: float = NEVER) -> tuple[tuple[Cut, ...
     return ((), NEVER) if cut is None else ((cut,), 0.0)
 
 
-def solve(pricing: Pricing, say: Callable[[str], None]) -> Outcome:
-    """The best plan over all candidates, by simulated step time, with a proved bound."""
+def solve(pricing: Pricing, say: Callable[[str], None], *, band: float = 0.0) -> Outcome:
+    """The best plan over all candidates, by simulated step time, with a proved bound.
+
+    With a ``band`` plans that may be slower by that share at most are looked for on every candidate, too.
+    """
     ranked, count = _best_first(pricing), len(pricing.candidates)
     best, rest, tried = _first_plans(pricing, ranked, say)
     bounds: list[float] = []
@@ -94,7 +98,12 @@ def solve(pricing: Pricing, say: Callable[[str], None]) -> Outcome:
     if best is None:
         return Outcome(None, NEVER, count, solved)
     least_s = min([*bounds, best.prediction.step_time_s])
-    unseen = _next_best(pricing, itertools.chain(rest, ranked), tried)
+    others = itertools.chain(rest, ranked)
+    if band:
+        limit_s = best.prediction.step_time_s * (1 + band)
+        unseen = _within(pricing, others, {priced.candidate for priced in tried}, limit_s)
+    else:
+        unseen = _next_best(pricing, others, tried)
     return Outcome(best, least_s, count, solved, (*tried, *unseen))
 
 
@@ -111,6 +120,17 @@ def _next_best(pricing: Pricing, ranked: Iterator[Entry], tried: Sequence[Priced
         if cut is not None:
             meshes.add(candidate.mesh)
             yield pricing.priced(candidate, cut)
+
+
+def _within(
+    pricing: Pricing, ranked: Iterator[Entry], seen: set[Candidate], limit_s: float
+) -> Iterator[Priced]:
+    """Plans of candidates whose bound is within the limit, the most promising first."""
+    inside = itertools.takewhile(lambda entry: entry[0] <= limit_s, ranked)
+    unseen = (entry for entry in inside if entry[1] not in seen and pricing.could_fit(entry[1]))
+    for _, candidate, chain in itertools.islice(unseen, MOST_IN_BAND):
+        cuts, _ = first_cuts(chain, limit_s)
+        yield from (pricing.priced(candidate, cut) for cut in cuts)
 
 
 def describe(candidate: Candidate) -> str:
