@@ -308,3 +308,41 @@ def assert_equal_within_rounding(case: Case, dtype: torch.dtype) -> None:
 
 def _floats(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+# --- operators that are no function of floats ----------------------------------------------------------
+
+
+def assert_selects_the_best(dtype: torch.dtype) -> None:
+    """Three of five columns, of those that a causal row sees."""
+    made = Inputs(dtype)
+    q, k, weights = made.plain(2, 5, 3, 8), made.plain(2, 5, 8), made.plain(2, 5, 3)
+    chosen = OPS.select_keys(q, k, weights, 3, True)
+    scores = torch.einsum("brhc,brh->brc", torch.einsum("brhd,bcd->brhc", q, k).relu(), weights)
+    for sample in range(2):
+        for row in range(5):
+            best = scores[sample, row, : row + 1].argsort(descending=True)[:3].tolist()
+            assert chosen[sample, row].tolist() == best + [-1] * (3 - len(best))
+
+
+def assert_adamw_is_torchs(dtype: torch.dtype) -> None:
+    """Three steps; tensors of more and of less than one block."""
+    made = Inputs(dtype)
+    parameters = [made.plain(5, 3), made.plain(2500)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    masters = [] if dtype == wide else [x.to(wide) for x in parameters]
+    expected = [x.to(wide).clone().requires_grad_() for x in parameters]
+    optimizer = torch.optim.AdamW(expected, lr=0.1, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.2)
+    first, second = ([torch.zeros_like(x) for x in expected] for _ in range(2))
+    for step in (1, 2, 3):
+        gradients = [made.plain(*x.shape) for x in parameters]
+        for x, g in zip(expected, gradients):
+            x.grad = g.to(wide) * 0.5
+        optimizer.step()
+        rest = (0.1, 0.8, 0.95, 1e-7, 0.2, step, 0.5)
+        OPS.adamw_step(parameters, gradients, first, second, masters, *rest)
+    for x, y, z in zip(masters or parameters, expected, parameters):
+        torch.testing.assert_close(x, y.detach())
+        torch.testing.assert_close(
+            z.to(wide), x, rtol=2**-7 if masters else 0, atol=0
+        )  # cut off, interpreted

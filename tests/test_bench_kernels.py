@@ -43,9 +43,12 @@ def test_compares_like_with_like(bench: ModuleType) -> None:
     torch.manual_seed(0)
     for name, row in bench.ROWS.items():
         inputs = row.inputs(sizes, device)
-        found, expected = row.fused(*inputs), row.eager(*inputs)
-        torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03, msg=name)
-        bench.both_ways(row.fused, inputs)()
+        copies = [x.detach().clone() for x in inputs]
+        found = row.fused(*inputs).detach().float()
+        if row.eager is not None and not row.random:
+            torch.testing.assert_close(found, row.eager(*copies).float(), rtol=0.03, atol=0.03, msg=name)
+        if any(x.requires_grad for x in inputs):
+            bench.both_ways(row.fused, inputs)()
     block = bench.Block(sizes, device)
     x, tables = bench.normal(1, 8, 16, device=device), bench._positions(sizes, device)
     torch.testing.assert_close(block(x, *tables, True), block(x, *tables, False), rtol=0.03, atol=0.03)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+
 import pytest
 import torch
-from kernel_cases import CASES, OPS, Inputs, assert_equal_within_rounding
+import torch.distributed as dist
+from kernel_cases import (
+    CASES,
+    OPS,
+    Inputs,
+    assert_adamw_is_torchs,
+    assert_equal_within_rounding,
+    assert_selects_the_best,
+)
 
-from autoplan_codegen.kernels import OPERATORS
+from autoplan.runtime.forked import run_ranks
+from autoplan_codegen.kernels import OPERATORS, operators, sparse
 from autoplan_codegen.kernels import linear_cross_entropy as linear
+from autoplan_passes import collectives
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -69,38 +82,46 @@ def test_gradient_of_rotary_tables() -> None:
     assert torch.autograd.gradcheck(OPS.rotary, (made.normal(2, 3, 8), made.normal(3, 8), made.normal(3, 8)))
 
 
-def test_select_keys_takes_the_best_that_a_row_sees() -> None:
+def test_select_keys_takes_the_best_that_a_row_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """A causal row that sees fewer keys than it may take gets -1 for the rest, never a later key."""
-    made = Inputs(torch.float64)
-    q, k, weights = made.plain(2, 5, 3, 8), made.plain(2, 5, 8), made.plain(2, 5, 3)
-    chosen = OPS.select_keys(q, k, weights, 3, True)
-    scores = torch.einsum("brhc,brh->brc", torch.einsum("brhd,bcd->brhc", q, k).relu(), weights)
-    for sample in range(2):
-        for row in range(5):
-            best = scores[sample, row, : row + 1].argsort(descending=True)[:3].tolist()
-            assert chosen[sample, row].tolist() == best + [-1] * (3 - len(best))
+    monkeypatch.setattr(sparse, "LARGEST_BLOCK", 120)  # several blocks of rows
+    assert_selects_the_best(torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_adamw_is_torchs(dtype: torch.dtype) -> None:
     """Three steps with scaled gradients; 16-bit parameters follow their fp32 masters."""
-    made = Inputs(dtype)
-    parameters = [made.plain(5, 3), made.plain(7)]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    masters = [] if dtype == torch.float64 else [x.to(wide) for x in parameters]
-    expected = [x.to(wide).clone().requires_grad_() for x in parameters]
-    optimizer = torch.optim.AdamW(expected, lr=0.1, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.2)
-    first, second = ([torch.zeros_like(x) for x in expected] for _ in range(2))
-    for step in (1, 2, 3):
-        gradients = [made.plain(*x.shape) for x in parameters]
-        for x, g in zip(expected, gradients):
-            x.grad = g.to(wide) * 0.5
-        optimizer.step()
-        OPS.adamw_step(parameters, gradients, first, second, masters, 0.1, 0.8, 0.95, 1e-7, 0.2, step, 0.5)
-    for x, y in zip(masters or parameters, expected):
-        torch.testing.assert_close(x, y.detach())
-    for x, y in zip(parameters, expected):
-        assert torch.equal(x, y.detach().to(dtype)) or dtype == torch.float64
+    assert_adamw_is_torchs(dtype)
+
+
+@cache
+def on_ranks() -> list[list[torch.Tensor]]:
+    def body(rank: int) -> list[torch.Tensor]:
+        collectives.bind({"tp": dist.group.WORLD})
+        hidden, weight, labels = sliced_loss_inputs()
+        own = weight.detach().chunk(2)[rank].clone().requires_grad_()
+        pieces = OPS.linear_cross_entropy_pieces(hidden, own, None, labels, rank * own.shape[0])
+        log_sum, target = collectives.combined_log_sums(*pieces, "tp")
+        (log_sum - target).mean().backward()
+        return [(log_sum - target).detach(), *(x.grad for x in (hidden, own) if x.grad is not None)]
+
+    return run_ranks(2, body)
+
+
+def sliced_loss_inputs() -> tuple[torch.Tensor, ...]:
+    made = Inputs(torch.float64)
+    return made.normal(6, 8), made.normal(40, 8, scale=4), made.labels(6, 40)
+
+
+def test_slices_of_the_vocabulary_join() -> None:
+    """Two ranks with half the classes each: the whole's loss, gradients of their rows, parts of hidden's."""
+    hidden, weight, labels = sliced_loss_inputs()
+    losses = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+    d_hidden, d_weight = torch.autograd.grad(losses.mean(), (hidden, weight))
+    for rank, (found, _, own) in enumerate(on_ranks()):
+        torch.testing.assert_close(found, losses.detach())
+        torch.testing.assert_close(own, d_weight.chunk(2)[rank])
+    torch.testing.assert_close(sum(part for _, part, _ in on_ranks()), d_hidden)
 
 
 def test_every_operator_has_a_case() -> None:
@@ -110,3 +131,16 @@ def test_every_operator_has_a_case() -> None:
     }
     forward = {name for name in OPERATORS if not name.endswith("_backward")}
     assert forward - tested == {"adamw_step", "select_keys"}
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Triton, and told to interpret it: PyTorch serves, and nothing tries to import kernels."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delenv("AUTOPLAN_KERNELS")
+    operators.has_triton.cache_clear()
+    try:
+        assert not operators.runs_triton(torch.ones(2))
+        assert_equal_within_rounding(CASES["add_rms_norm"], torch.bfloat16)
+    finally:
+        operators.has_triton.cache_clear()

@@ -8,23 +8,33 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, EPS, OPS, SEED, Inputs, assert_equal_within_rounding
+from kernel_cases import (
+    CASES,
+    EPS,
+    OPS,
+    SEED,
+    Inputs,
+    assert_adamw_is_torchs,
+    assert_equal_within_rounding,
+    assert_selects_the_best,
+)
 
 from autoplan_codegen.kernels import linear_cross_entropy as linear
+from autoplan_codegen.kernels import sparse
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 OWN = "autoplan_codegen.kernels.triton"
 
 
-def _forget_triton() -> None:
+def _take_triton() -> dict[str, ModuleType]:
     """Triton decides when it is imported whether it interprets; its extension module stays as it is."""
-    for name in [n for n in sys.modules if (n + ".").startswith(("triton.", OWN + "."))]:
-        if not name.startswith("triton._C"):
-            del sys.modules[name]
+    taken = [n for n in sys.modules if (n + ".").startswith(("triton.", OWN + "."))]
+    return {name: sys.modules.pop(name) for name in taken if not name.startswith("triton._C")}
 
 
 def _multiply_bf16(patch: pytest.MonkeyPatch) -> None:
@@ -42,14 +52,15 @@ def _multiply_bf16(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
-    _forget_triton()
+    before = _take_triton()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.delenv("AUTOPLAN_KERNELS", raising=False)
         patch.setattr(linear, "LEAST_CHUNK", 1)
         _multiply_bf16(patch)
         yield
-    _forget_triton()
+    _take_triton()
+    sys.modules.update(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -57,6 +68,18 @@ def interpreter() -> Iterator[None]:
 def test_equal_to_the_unfused_model(name: str, dtype: torch.dtype) -> None:
     """The same cases as the plain PyTorch ones, kernels interpreted on the CPU."""
     assert_equal_within_rounding(CASES[name], dtype)
+
+
+def test_select_keys_takes_the_best_that_a_row_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of rows: a kernel that counts rows from its own block's first would see the future."""
+    monkeypatch.setattr(sparse, "LARGEST_BLOCK", 20)
+    assert_selects_the_best(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adamw_is_torchs(dtype: torch.dtype) -> None:
+    """One launch over tensors of several sizes, the last block of each cut off."""
+    assert_adamw_is_torchs(dtype)
 
 
 # --- bytes ---------------------------------------------------------------------------------------------

@@ -48,10 +48,11 @@ class Row:
     """``moved``: bytes of one forward, FLOPs where ``flops``; ``liger``: its module and function there."""
 
     fused: Function
-    eager: Function
+    eager: Function | None
     inputs: Callable[[Sizes, torch.device], Sequence[Any]]
     moved: Callable[[Sizes], float]
     flops: bool = False
+    random: bool = False
     liger: tuple[str, Callable[[Any], Function]] | None = None
 
 
@@ -87,6 +88,42 @@ def _labels(s: Sizes, d: torch.device) -> Tensor:
 def _positions(s: Sizes, d: torch.device) -> list[Tensor]:
     angles = torch.randn(1, 1, s.tokens, s.head, device=d)
     return [angles.cos().bfloat16(), angles.sin().bfloat16()]
+
+
+def step_adamw(*tensors: Tensor) -> Tensor:
+    OPS.adamw_step(*([x] for x in tensors), [], 1e-3, 0.9, 0.95, 1e-8, 0.1, 10, 1.0)
+    return tensors[0]
+
+
+def eager_adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """What ``torch.optim.AdamW`` does, op by op."""
+    parameter.mul_(1 - 1e-4)
+    first.lerp_(gradient, 0.1)
+    second.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+    denominator = (second.sqrt() / (1 - 0.95**10) ** 0.5).add_(1e-8)
+    return parameter.addcdiv_(first, denominator, value=-1e-3 / (1 - 0.9**10))
+
+
+def _moments(s: Sizes, d: torch.device) -> list[Tensor]:
+    made = [torch.randn(s.inner * s.hidden, device=d) for _ in range(3)]
+    return [*made, made[0].square()]
+
+
+def _routed(s: Sizes, d: torch.device) -> list[Tensor]:
+    """Each token twice, to eight experts of a quarter of the inner width, evenly."""
+    rows = torch.randperm(2 * s.tokens, device=d) % s.tokens
+    ends = torch.arange(1, 9, device=d, dtype=torch.int32) * (s.tokens // 4)
+    return [_rows(s, d), rows, normal(8, s.hidden, s.inner // 4, device=d), ends]
+
+
+def eager_experts(x: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(x[rows], weight, offs=ends)
+
+
+def _selected(s: Sizes, d: torch.device) -> list[Tensor]:
+    count = min(2048, s.tokens)
+    keys = torch.randint(s.tokens, (1, s.tokens, count), device=d, dtype=torch.int32)
+    return [*(normal(1, n, s.tokens, s.head, device=d) for n in (16, 1, 1)), keys]
 
 
 def _attention(s: Sizes, d: torch.device) -> list[Tensor]:
@@ -150,6 +187,32 @@ ROWS: dict[str, Row] = {
             "fused_linear_cross_entropy",
             lambda m: lambda x, w, y: m.LigerFusedLinearCrossEntropyFunction.apply(x, w, y)[0],
         ),
+    ),
+    "dropout of bias + gelu": Row(
+        lambda x, b, seed: OPS.bias_gelu_dropout(x, b, 0.1, seed, "tanh"),
+        lambda x, b, _: F.dropout(F.gelu(x + b, approximate="tanh"), 0.1),
+        lambda s, d: [
+            normal(s.tokens, s.inner, device=d),
+            normal(s.inner, device=d),
+            torch.tensor(7, device=d),
+        ],
+        lambda s: 4.0 * s.tokens * s.inner,
+        random=True,
+    ),
+    "adamw, fp32": Row(step_adamw, eager_adamw, _moments, lambda s: 28.0 * s.inner * s.hidden),
+    "grouped_linear": Row(
+        OPS.grouped_linear,
+        eager_experts,
+        _routed,
+        lambda s: 4.0 * s.tokens * s.hidden * (s.inner // 4),
+        flops=True,
+    ),
+    "sparse_attention, 2048 of the keys": Row(
+        lambda q, k, v, at: OPS.sparse_attention(q, k, v, at, q.shape[-1] ** -0.5)[0],
+        None,
+        _selected,
+        lambda s: 64.0 * s.tokens * min(2048, s.tokens) * s.head,
+        flops=True,
     ),
     "attention, causal": Row(
         lambda q, k, v: OPS.attention(q, k, v, True, 0, q.shape[-1] ** -0.5)[0],
@@ -216,7 +279,7 @@ def milliseconds(function: Callable[[], Any]) -> float:
 
 
 def both_ways(function: Function, inputs: Sequence[Any]) -> Callable[[], None]:
-    wanted = [x for x in inputs if x.requires_grad]
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     seed: list[Tensor] = []
 
     def run() -> None:
@@ -228,7 +291,9 @@ def both_ways(function: Function, inputs: Sequence[Any]) -> Callable[[], None]:
 
 
 def contenders(row: Row) -> dict[str, Function]:
-    found = {"autoplan": row.fused, "eager": row.eager, "compile": torch.compile(row.eager)}
+    found: dict[str, Function] = {"autoplan": row.fused}
+    if row.eager is not None:
+        found |= {"eager": row.eager, "compile": torch.compile(row.eager)}
     if row.liger and importlib.util.find_spec("liger_kernel") is not None:
         found["liger"] = row.liger[1](importlib.import_module(f"liger_kernel.ops.{row.liger[0]}"))
     return found
@@ -241,7 +306,8 @@ def measure(name: str, sizes: Sizes, device: torch.device, rates: dict[str, floa
     for contender, function in contenders(row).items():
         try:
             forward = milliseconds(lambda function=function: function(*inputs))
-            whole = milliseconds(both_ways(function, inputs))
+            trained = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+            whole = milliseconds(both_ways(function, inputs)) if trained else ""
         except (torch.OutOfMemoryError, RuntimeError) as error:
             lines.append([name, contender, type(error).__name__, "", ""])
             continue
