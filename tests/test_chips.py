@@ -62,7 +62,7 @@ def test_another_package_brings_a_chip(
         "swiglu",
     }
     assert any(
-        "rotary: the kernel is not there" in text
+        "rotary: the chip has no kernel for it" in text
         for layout in plan.layouts.values()
         for text in layout.unfused
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.cli.subparsers import Subparsers
-from autoplan.errors import BadInputError
+from autoplan.errors import BadInputError, BadPlanError
 from autoplan.output_files import write_file
 
 
@@ -100,6 +100,23 @@ def _write_drawing(plan: Any, form: str, path: Path) -> None:
     write_picture(plan_dot(plan), path, form)
 
 
+def _require_release(hardware: str, name: str, text: str) -> None:
+    """Raises BadPlanError for code that the chip's release of torch lacks something of."""
+    from autoplan.hardware import load_profile
+    from autoplan_codegen.versions import too_new
+
+    try:
+        software = load_profile(hardware).software
+    except BadInputError:  # a profile of the user's own, which is not here
+        return
+    missing = too_new(text, software.release)
+    if missing:
+        raise BadPlanError(
+            f"{name} is for {hardware}, whose torch is {software.torch_version}, and {missing[0]}.\n"
+            f"Search again for the chip (--hw {hardware}), or state its torch_version in its profile."
+        )
+
+
 def _write_stages(plan: Any, directory: Path | None) -> list[str]:
     """Trace the plan's model and write the module that each stage runs; the paths written."""
     if directory is None:
@@ -110,6 +127,8 @@ def _write_stages(plan: Any, directory: Path | None) -> list[str]:
     with progress() as say:
         say(f"tracing {plan.model.source}")
         program = prepare_from_file(plan)
+    for index, source in enumerate(program.sources):
+        _require_release(plan.hardware, f"stage_{index}.py", source.text)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / f"stage_{index}.py" for index in range(len(program.sources))]

@@ -232,10 +232,13 @@ class ModelCosts:
         sizes = [(form, form.size.at(steps)) for form in work.collectives]
         other, _ = self._at(self._own(class_id, inside))
         fused = other._fused(class_id, self._batch)
+        missed = [
+            one for one in fused.missed if one.kernel in other.kernels or one.kernel not in self.kernels
+        ]
         return replace(
             found.layout,
             kernels=fused.kernels,
-            unfused=described(fused.missed),
+            unfused=described(missed),
             collective_bytes_forward=sum(form.forward * size for form, size in sizes),
             collective_bytes_backward=sum(form.backward * size for form, size in sizes),
             output_bytes=self.cost(class_id, inside, micro_batch).output_bytes,

@@ -6,15 +6,18 @@ from typing import Any
 
 from autoplan.plan import Plan
 
-LEVELS = {"keep_logits": "logits kept (--pin fuse=all does not)", "off": "nothing (--pin fuse=off)"}
+LEVELS = {
+    "keep_logits": "the logits are kept: made twice, as the fused loss does, they take more time "
+    "(--pin fuse=all)",
+    "off": "none: --pin fuse=off",
+}
 
 
 def fusion_lines(plan: Plan) -> list[str]:
     """``rms_norm, swiglu in LlamaDecoderLayer``, a line a region class; then what was not fused, and why."""
     fused = [(name, layout.kernels) for name, layout in plan.layouts.items() if layout.kernels]
     lines = [f"{', '.join(kernels)} in {name}" for name, kernels in fused]
-    levels = dict.fromkeys(part.fuse for part in plan.parts if fused or part.fuse == "off")
-    lines += [LEVELS[level] for level in levels if level in LEVELS]
+    lines += [LEVELS[level] for level in dict.fromkeys(part.fuse for part in plan.parts) if level in LEVELS]
     for name, layout in plan.layouts.items():
         lines += [f"not in {name}: {reason}" for reason in layout.unfused]
     return lines

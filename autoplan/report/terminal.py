@@ -244,8 +244,9 @@ def _fused(plan: Plan) -> Iterator[RenderableType]:
     """What is fused in which regions, and what was left as it was written, with the reason."""
     lines = fusion_lines(plan)
     if lines:
-        yield Text("\nfused kernels", style="bold")
+        yield Text("fused kernels", style="bold")
         yield from (Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines)
+        yield Text("")
 
 
 def _notes(plan: Plan) -> Iterator[RenderableType]:

@@ -39,8 +39,6 @@ class Reader(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
 # --8<-- [end:model]
 
 
@@ -56,6 +54,4 @@ def example_inputs(batch_size):
 
 def loss_fn(logits, inputs):
     return F.cross_entropy(logits.flatten(0, 1), inputs["text"][:, 1:].flatten())
-
-
 # --8<-- [end:autoplan]

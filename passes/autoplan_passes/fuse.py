@@ -197,7 +197,7 @@ def _left(graph: fx.Graph, kernels: Collection[str]) -> Iterator[Missed]:
             seen.add((fusion.kernel, core))
             reason = _objection(fusion, found, root)
             if fusion.kernel not in kernels:
-                yield Missed(fusion.kernel, core.name, reason or "the kernel is not there")
+                yield Missed(fusion.kernel, core.name, reason or "the chip has no kernel for it")
             elif reason:
                 yield Missed(fusion.kernel, core.name, reason)
 
