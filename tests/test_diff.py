@@ -60,6 +60,10 @@ def test_other_models_chips_and_layouts_are_told() -> None:
 def test_the_sentence_says_how_much_and_why(share: float, expected: str) -> None:
     """Slower called faster; a cause that did not move named as the reason."""
     assert sentence(compare(BEFORE, faster(BEFORE, share)), "a", "b") == expected
+    other = dataclasses.replace(
+        faster(BEFORE, share), model=dataclasses.replace(BEFORE.model, name="other")
+    )  # a model cannot be faster than another
+    assert "than one of a, but of another model: " in sentence(compare(BEFORE, other), "a", "b")
 
 
 def test_a_plan_without_forecast_is_compared_all_the_same() -> None:
@@ -87,7 +91,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     BEFORE.save(paths[0])
     faster(AFTER, 0.25).save(paths[1])
     assert main(["diff", *map(str, paths)]) == 0
-    assert "25.0% faster" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "25.0% shorter" in said and "of another global batch" in said  # half of it is not faster
     assert main(["diff", *map(str, paths), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     step = next(cost for cost in told["costs"] if cost["what"] == "step")

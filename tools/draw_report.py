@@ -44,10 +44,10 @@ def only(text: str, shown: str) -> str:
     """The page with one piece of it in sight, which tells its height."""
     keep = f"document.body.replaceChildren(...document.querySelectorAll({shown!r}));"
     told = "document.body.dataset.high = Math.ceil(document.documentElement.getBoundingClientRect().height);"
-    style = (
-        "<style>.tools { display: none !important; } body { padding-bottom: 1rem; } h2 { margin: 0; }</style>"
+    look = "<style>.tools { display: none !important; } body { padding-bottom: 1rem; }</style>"
+    return text.replace("</head>", f"{look}</head>").replace(
+        "</body>", f"<script>{keep}{told}</script></body>"
     )
-    return text.replace("</body>", f"{style}<script>{keep}{told}</script></body>")
 
 
 def draw(text: str, path: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ from autoplan.report.terminal import console_for
 from autoplan.units import bytes_text, count_text, seconds_text
 
 _NOTICED = 1e-3  # of the step: causes that move less are not named in the sentence
+_OTHER_WORK = ("model", "global batch", "tokens per sample")  # steps of such plans do not do the same
 
 
 def print_comparison(found: Comparison, before: str, after: str, file: IO[str]) -> None:
@@ -37,6 +38,10 @@ def sentence(found: Comparison, before: str, after: str) -> str:
     why = f": {', '.join(told[:4])}" if told else ""
     faster = step.after < step.before
     share = abs(step.after / step.before - 1)
+    other = [change.what for change in found.changes if change.what in _OTHER_WORK]
+    if other:
+        length = f"{share:.1%} {'shorter' if faster else 'longer'}"
+        return f"A step of {after} is {length} than one of {before}, but of another {', '.join(other)}{why}."
     how = f"{share:.1%} {'faster' if faster else 'slower'} than" if share >= 0.0005 else "as fast as"
     return f"{after} is {how} {before}{why}."
 
