@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -41,11 +42,16 @@ class Missed:
 
 @dataclass(frozen=True)
 class Fused:
-    """The graph with fused ops; ``used`` are their kernels, one entry an op; ``missed`` is what was left."""
+    """The graph with fused ops; ``used`` are their kernels, one entry a rewrite, of those ``given``."""
 
     graph: fx.GraphModule
     used: tuple[str, ...] = ()
-    missed: tuple[Missed, ...] = ()
+    given: tuple[str, ...] = ()
+
+    @cached_property
+    def missed(self) -> tuple[Missed, ...]:
+        """What fits a pattern and was left as it was."""
+        return tuple(_left(self.graph.graph, self.given))
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -62,7 +68,7 @@ def fuse(graph: fx.GraphModule, kernels: Collection[str]) -> Fused:
         used = _rewritten(made, kernels)
     made.graph.lint()
     made.recompile()
-    return Fused(made, used, tuple(_left(made.graph, kernels)))
+    return Fused(made, used, tuple(kernels))
 
 
 def _copied(graph: fx.GraphModule) -> fx.GraphModule:
