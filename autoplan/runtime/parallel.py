@@ -113,8 +113,7 @@ class ParallelModel:
         self._tied = tuple(self._tie(name) for name in program.tied)
         first = {home.name: home for home in reversed(program.homes)}
         self._first_homes = frozenset(first.values())
-        pairs = zip((program, *others), (here, *further))
-        self._pipelines = [Pipeline(stages, one, ranks) for one, stages in pairs]
+        self._pipelines = [Pipeline(s, p, ranks) for p, s in zip((program, *others), (here, *further))]
         self.randomness = StepRandomness(ranks)
         self._fed = False
         self.steps_taken = 0
@@ -173,10 +172,8 @@ class ParallelModel:
             if hasattr(code, "bind"):
                 vars(code)["bind"]({axis: ranks.group(axis) for axis in ranks.region_axes})
             place = Place(ranks.places, ranks.device)
-            shared = {
-                r.path for r in source.parameters if replicas_of(r.placement, self._replicas).shards > 1
-            }
-            stage = build_stage(code, source, tensors, program.constants, place, self._low, stored, shared)
+            split = {r.path for r in source.parameters if replicas_of(r.placement, self._replicas).shards > 1}
+            stage = build_stage(code, source, tensors, program.constants, place, self._low, stored, split)
             here.append(RankStage(number, stage, code))
             if self._zero < 2:
                 share_parameters(stage, source, held)
@@ -353,7 +350,8 @@ class ParallelModel:
         at_home = {home: tensor_at(stage, home.path) for home in homes}
         shared = {p: replicas_of(home.placement, self._replicas) for home, p in at_home.items() if p.dim()}
         shared = {p: replicas for p, replicas in shared.items() if replicas.shards > 1}
-        return ShardedStage(stage, source, shared, self._zero, part.microbatches, self._low)
+        turns = number == len(self.program.stages) - 1 and part.schedule != "gpipe"
+        return ShardedStage(stage, source, shared, self._zero, part.microbatches, self._low, turns=turns)
 
     def _own(
         self, home: Home, tensors: dict[str, torch.Tensor], trained: dict[nn.Parameter, Trained]

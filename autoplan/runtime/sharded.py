@@ -39,9 +39,12 @@ class ShardedStage:
         zero: int,
         microbatches: int,
         low: torch.dtype | None = None,
+        *,
+        turns: bool = False,
     ) -> None:
         """Shard ``stage`` in place. ``replicas`` holds every parameter's that is to be sharded.
 
+        ``turns``: a backward follows every forward at once, so the last region's parameters stay gathered.
         ``low`` is the dtype in which parameters are gathered (None: as they are); gradients are reduced in
         fp32.
         """
@@ -71,6 +74,9 @@ class ShardedStage:
             if name not in tied and any(True for _ in region.parameters()):
                 fully_shard(region, **options)
         fully_shard(stage, **options)
+        last = list(stage.children())[-1]
+        if turns and isinstance(last, FSDPModule):
+            last.set_reshard_after_forward(False, recurse=False)
         self._units = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         self._divide(replicas)
         for unit in self._units:
