@@ -89,6 +89,7 @@ def test_every_page_is_in_the_contents_and_says_where_its_files_are() -> None:
     contents = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(contents) == sorted(path.name for path in DOCS.glob("*.md"))
     for path in DOCS.glob("*.md"):
+        assert "--8 <" not in path.read_text(), "a formatter took the mark of a snippet for arithmetic"
         names = re.findall(
             r"`((?:tests|autoplan|passes|codegen|cost_models|hw_profiles|examples)/[\w/]+\.\w+)`",
             path.read_text(),
