@@ -1,4 +1,4 @@
-"""Fine-tuning on every axis: frozen parameters, adapters, a module shared by stages, skips over them, buffers.
+"""Fine-tuning on every axis: frozen parameters, adapters, modules shared by stages, skips over them, buffers.
 
 Frozen parameters under ZeRO have no gradient to scatter; a skip passes through the stages between; a shared
 module's gradient is the sum of all its uses, also of those on other ranks.

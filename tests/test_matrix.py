@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from captured_models import small_sizes, small_source
+from run_fixture import HandPlans
 
+from autoplan.capture import capture_model
 from autoplan.cli import main
 from autoplan.errors import BadInputError
 from autoplan.runtime.check import CheckResult
@@ -93,3 +95,17 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pp is at most" in answer["left_out"][0]["reason"]
     assert main(["check", str(GPT), "--matrix", "--only", "pp8"]) == 1
     assert "left out: pp8" in capsys.readouterr().out
+
+
+def test_a_plan_for_other_hardware_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are searched for ``--hw``, not for the chip that the plan was made for."""
+    plan = HandPlans(capture_model(GPT, dtype="fp64"), "gpt").plan()
+    plan.save(tmp_path / "plan.yaml")
+    monkeypatch.setattr("autoplan.runtime.matrix.check_matrix", lambda *_, **__: iter(()))
+    arguments = ["check", str(tmp_path / "plan.yaml"), str(GPT), "--matrix", "--only", "dp2"]
+    assert main(arguments) == 1
+    assert "warning" not in capsys.readouterr().err
+    assert main([*arguments, "--hw", "h100"]) == 1
+    assert "warning: hardware: the plan was made for cpu, found h100" in capsys.readouterr().err

@@ -105,11 +105,15 @@ def _recorded_source(path: str, plan: Plan) -> str:
 
 
 def _matrix(args: argparse.Namespace) -> list[CheckResult | LeftOut]:
+    from autoplan.cli.old_forecast import warn_of_old_forecast
+    from autoplan.hardware import load_profile
     from autoplan.plan import Plan
     from autoplan.runtime.matrix import SearchedPlans, check_matrix, chosen_rows
 
     rows = chosen_rows(devices=args.devices, only=args.only)
     plan = Plan.load(args.plan) if Path(args.plan).suffix in (".yaml", ".yml") else None
+    if plan:
+        warn_of_old_forecast(plan, load_profile(args.hw) if args.hw else None)
     model = args.model or (_recorded_source(args.plan, plan) if plan else args.plan)
     sizes = {
         **(plan.workload.sizes if plan else {}),
