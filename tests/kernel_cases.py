@@ -165,6 +165,15 @@ CASES: dict[str, Case] = {
     "rms_norm": Case(OPS.rms_norm, rms, lambda i: (i.normal(5, 40), i.normal(40), EPS), slack=2),
     "rms_norm, no weight": Case(OPS.rms_norm, rms, lambda i: (i.normal(2, 3, 7), None, EPS)),
     "rms_norm, strided": Case(OPS.rms_norm, rms, lambda i: (i.strided(5, 24), i.normal(24), EPS), slack=2),
+    "rms_norm, swapped": Case(
+        OPS.rms_norm, rms, lambda i: (i.swapped(2, 3, 5, 8), i.normal(8), EPS), slack=2
+    ),
+    "swiglu, swapped": Case(
+        OPS.swiglu,
+        lambda g, u: F.silu(g) * u,
+        lambda i: (i.swapped(1, 2, 3, 8), i.swapped(1, 2, 3, 8)),
+        slack=2,
+    ),
     "rms_norm, empty": Case(OPS.rms_norm, rms, lambda i: (i.normal(0, 8), i.normal(8), EPS)),
     "add_rms_norm": Case(
         OPS.add_rms_norm, add_rms, lambda i: (i.normal(5, 40), i.normal(5, 40), i.normal(40), EPS), slack=2
@@ -205,6 +214,9 @@ CASES: dict[str, Case] = {
         OPS.rotary, turned, lambda i: (i.swapped(1, 2, 3, 12), *tables(i, 1, 1, 3, 8)), slack=2
     ),
     "rotary, no heads": Case(OPS.rotary, turned, lambda i: (i.normal(4, 6), *tables(i, 4, 6)), slack=2),
+    "rotary, tables of every head": Case(
+        OPS.rotary, turned, lambda i: (i.swapped(2, 3, 5, 8), *tables(i, 2, 3, 5, 8)), slack=2
+    ),
     "cross_entropy": Case(*_CE, lambda i: (i.normal(5, 37, scale=3), i.labels(5, 37, 2), -100)),
     "cross_entropy, strided": Case(*_CE, lambda i: (i.strided(3, 40), i.labels(3, 40), -100)),
     "cross_entropy, all ignored": Case(*_CE, lambda i: (i.normal(3, 8), i.labels(3, 8, 3), -100)),

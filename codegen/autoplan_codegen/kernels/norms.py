@@ -39,7 +39,7 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, cen
         return launcher("norms").norm(x, None, weight, bias, eps, centred)[0]
     y, _ = _normalised(x, eps, centred)
     y = y if weight is None else y * wide(weight)
-    return (y if bias is None else y + wide(bias)).to(x.dtype)
+    return (y if bias is None else y + wide(bias)).to(x.dtype).contiguous()
 
 
 def _add_norm(
@@ -47,7 +47,7 @@ def _add_norm(
 ) -> Pair:
     if x.shape[-1] <= LARGEST_ROW and runs_triton(x, residual, weight, bias):
         return launcher("norms").norm(x, residual, weight, bias, eps, centred)
-    total = x + residual
+    total = (x + residual).contiguous()
     return _norm(total, weight, bias, eps, centred), total
 
 
@@ -64,7 +64,7 @@ def _backward(
     g = wide(d_y) if weight is None else wide(d_y) * wide(weight)
     d_x = g - hat * (g * hat).mean(-1, keepdim=True)
     d_x = factor * (d_x - g.mean(-1, keepdim=True) if centred else d_x)
-    d_x = (d_x if d_sum is None else d_x + wide(d_sum)).to(x.dtype)
+    d_x = (d_x if d_sum is None else d_x + wide(d_sum)).to(x.dtype).contiguous()
     rows = wide(d_y).reshape(-1, x.shape[-1])
     d_weight = x.new_empty(0) if weight is None else (rows * hat.reshape(rows.shape)).sum(0).to(weight.dtype)
     d_bias = rows.sum(0).to(x.dtype if weight is None else weight.dtype) if bias else x.new_empty(0)

@@ -23,7 +23,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Forward, or its transpose: ``x * cos + rotate_half^T(x * sin)``, where rotate_half^T = -rotate_half."""
-    if runs_triton(x, cos, sin):
+    if runs_triton(x, cos, sin) and launcher("rotary").head_dim(x, cos, sin) is not None:
         return launcher("rotary").rotary(x, cos, sin, back)
     size = cos.shape[-1]
     turned, rest = wide(x[..., :size]), x[..., size:]

@@ -72,24 +72,28 @@ def rotary_kernel(
         tl.store(Y + o * y_outer + i * y_inner + head * y_head + 2 * half + more, passed, mask=inside)
 
 
+def head_dim(x: Tensor, cos: Tensor, sin: Tensor) -> int | None:
+    """The dim (of four) along which both tables are the same, the nearest in memory; None: there is none."""
+    if x.dim() > 4:
+        return None
+    shape, tables = _four(x), [_four(t.expand(*x.shape[:-1], cos.shape[-1])) for t in (cos, sin)]
+    free = [d for d in range(3) if shape.shape[d] == 1 or all(t.stride(d) == 0 for t in tables)]
+    return min(free, key=lambda d: (shape.shape[d] == 1, shape.stride(d))) if free else None
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """``x`` of up to four dims; heads are a dim along which both tables are the same."""
+    """``x`` of up to four dims, one of which is :func:`head_dim`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty_like(x)
-    shape, size = _four(x), cos.shape[-1]
-    tables = [t.expand(*x.shape[:-1], size) for t in (_last(cos), _last(sin))]
-    views = [_four(t) for t in (x, y, *tables)]
-    same = [d for d in (2, 1, 0) if views[2].stride(d) == 0 == views[3].stride(d) and shape.shape[d] > 1]
-    by_head = min(same, key=shape.stride) if same else None
-    if by_head is None:  # no dim shares its angles: one head
-        views, by_head = [v.flatten(0, 1).unsqueeze(2) if v.dim() == 4 else v for v in views], 2
+    y, by_head = torch.empty_like(x), head_dim(x, cos, sin)
+    assert by_head is not None
+    tables = [t.expand(*x.shape[:-1], cos.shape[-1]) for t in (_last(cos), _last(sin))]
     order = [*(d for d in range(3) if d != by_head), by_head, 3]
-    _launch([v.permute(order) for v in views], size // 2, back)
+    _launch([_four(v).permute(order) for v in (x, y, *tables)], cos.shape[-1] // 2, back)
     return y
 
 
 def _four(x: Tensor) -> Tensor:
-    return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, x.dim() - 4)
+    return x[(None,) * (4 - x.dim())]
 
 
 def _last(x: Tensor) -> Tensor:
