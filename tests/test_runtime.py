@@ -15,6 +15,8 @@ from run_fixture import HandPlans
 
 from autoplan.capture import capture_model, load_model_source
 from autoplan.errors import BadInputError, BadPlanError
+from autoplan.plan import AxisLayout, Mesh, Stage
+from autoplan.plan_file import check_plan
 from autoplan.runtime import parallelize
 from autoplan.runtime.exact import eager_exactly, without_dropout
 from autoplan.runtime.forked import RankError, run_ranks
@@ -310,3 +312,22 @@ def test_slices_of_a_longer_text_are_taken(setting: Setting) -> None:
         return float(parallelize(setting.model, setting.plans.plan(), example_inputs=batch).step(batch))
 
     assert run_ranks(1, body)[0] > 0
+
+
+def test_shrink_keeps_what_degrees_divide(setting: Setting) -> None:
+    """Experts over 9 ranks (of 27) were shrunk to 2, which cuts no 27; several stages a rank were lost."""
+    plan = setting.plans.plan(pp=2, tp=1, micro_batch=4)
+    part = plan.parts[0]
+    layouts = {
+        key: layout.replace_axis("ep", AxisLayout(9)) if i == 0 else layout
+        for i, (key, layout) in enumerate(plan.layouts.items())
+    }
+    wide = replace(part, mesh=Mesh(pp=2, dp=18, tp=1, ep=9), zero=1, zero_shard=6)
+    small = shrink(replace(plan, parts=(wide,), layouts=layouts)).plan
+    assert (small.parts[0].mesh.ep, small.parts[0].mesh.dp) == (3, 3)
+    assert {layout.on("ep").size for layout in small.layouts.values()} == {1, 3}
+    check_plan(small)
+    stages = tuple(Stage((region,)) for region in [r for s in part.stages for r in s.regions][:4])
+    looped = replace(part, vpp=2, schedule="interleaved_1f1b", stages=stages)
+    found = shrink(replace(plan, parts=(looped,))).plan.parts[0]
+    assert len(found.stages) == found.mesh.pp * found.vpp

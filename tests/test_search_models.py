@@ -28,7 +28,8 @@ def test_nothing_fits_says_what_does(tmp_path: Path) -> None:
         search_plan(model, hw="cpu", devices=2, global_batch=8)
     message = str(caught.value)
     assert caught.value.exit_code == 1
-    assert message.count(" GiB  ") == 3 and "--devices 6 (the smallest count that fits)" in message
+    assert message.count(" GiB  ") == 3 and "--devices 6 (the smallest count that fits): " in message
+    assert message.count(" a step") == 1, "the change that fits comes with its time"
     assert search_plan(model, hw="cpu", devices=6, global_batch=8).workload.devices == 6
     plan = search_plan(model, hw="cpu", global_batch=8)
     assert plan.workload.devices == 8

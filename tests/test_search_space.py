@@ -92,6 +92,14 @@ def test_batch_that_no_mesh_divides_lists_the_nearest() -> None:
         candidates(4, 7, [1], 1, Pins())
 
 
+@pytest.mark.parametrize(("devices", "used"), [(3, 3), (7, 6), (12, 12)])
+def test_devices_that_do_not_factor_get_plans(devices: int, used: int) -> None:
+    """Six regions on 3 or 12 devices have meshes; of 7 one stays idle, and the plan says so."""
+    plan = search_plan(GPT, hw="cpu", devices=devices, global_batch=96)
+    assert plan.workload.devices == plan.parts[0].mesh.devices == used
+    assert [text for text in plan.assumptions if "idle" in text and "1 stays" in text] or used == devices
+
+
 def test_candidates_cover_every_mesh() -> None:
     """Each product of degrees appears, and none uses more or fewer devices."""
     found = {c.mesh for c in candidates(8, 64, [1, 2, 4], 4, Pins())}

@@ -25,7 +25,7 @@ from autoplan.plan import Certificate, Plan, Workload
 from autoplan.planner.context_space import context_options
 from autoplan.planner.expert_space import with_experts
 from autoplan.planner.fusion_space import fused_kernels, with_fusions
-from autoplan.planner.infeasible import infeasible_message
+from autoplan.planner.infeasible import infeasible_message, without_idle
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Priced, Pricing
 from autoplan.planner.runners_up import runners_up
@@ -169,7 +169,9 @@ def search_captured(
         assumptions.append(f"{capture.tokens_per_sample} tokens a sample, from example_inputs (--sequence)")
     finder = Finder(capture, profile, costs, request, pins, say)
     devices, batch = finder.devices_and_batch(assumptions)
-    if capture.coupled_at:
+    if not capture.coupled_at:
+        devices = without_idle(finder, devices, batch, assumptions)
+    else:
         assumptions.append(f"dp=1 and micro_batch={batch}, the global batch: its samples share one loss")
     began = time.perf_counter()
     pricing, outcome = finder.solve(devices, batch, band)

@@ -5,12 +5,14 @@ Comes in: the pricing that found nothing, and the finder that can try other sett
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
+from autoplan.errors import BadInputError
 from autoplan.planner.pricing import Priced, Pricing
-from autoplan.planner.solve import describe, first_cuts, memory_first
+from autoplan.planner.solve import describe, first_best, first_cuts, memory_first
 from autoplan.planner.space import Candidate, Pins
-from autoplan.units import GIB
+from autoplan.units import GIB, seconds_text
 
 TOP = 3
 HALVINGS = 7
@@ -25,6 +27,10 @@ class Finder(Protocol):
     def smallest_devices(self, above: int) -> int | None: ...
 
     def holds(self, devices: int, batch: int | None = None, pins: Pins | None = None) -> bool: ...
+
+    def pricing(self, devices: int, batch: int, pins: Pins) -> Pricing: ...
+
+    def candidates(self, devices: int, batch: int, pins: Pins) -> list[Candidate]: ...
 
 
 def infeasible_message(pricing: Pricing, finder: Finder, devices: int, batch: int) -> str:
@@ -68,12 +74,45 @@ def _changes_that_fit(finder: Finder, devices: int, batch: int) -> list[str]:
     changes: list[str] = []
     smallest = finder.smallest_devices(devices)
     if smallest is not None:
-        changes.append(f"--devices {smallest} (the smallest count that fits)")
+        took = _took(finder, smallest, batch, finder.pins)
+        changes.append(f"--devices {smallest} (the smallest count that fits){took}")
     smaller = next(
         (b for b in (batch // 2**n for n in range(1, HALVINGS)) if b and finder.holds(devices, b)), None
     )
     if smaller is not None:
-        changes.append(f"--global-batch {smaller}")
+        changes.append(f"--global-batch {smaller}{_took(finder, devices, smaller, finder.pins)}")
     if finder.pins != Pins() and finder.holds(devices, batch, Pins()):
-        changes.append("the same command without --pin")
+        changes.append(f"the same command without --pin{_took(finder, devices, batch, Pins())}")
     return changes
+
+
+def _took(finder: Finder, devices: int, batch: int, pins: Pins) -> str:
+    """The predicted step of the fastest plan with balanced stages."""
+    try:
+        found = first_best(finder.pricing(devices, batch, pins))
+    except BadInputError:
+        return ""  # holds with another batch
+    return f": {seconds_text(found.prediction.step_time_s)} a step" if found else ""
+
+
+def without_idle(finder: Finder, devices: int, batch: int, assumptions: list[str]) -> int:
+    """The devices; where no mesh of them divides the batch and nothing is pinned, the most of them that do.
+
+    Raises the BadInputError of the search where there are none.
+    """
+    try:
+        finder.candidates(devices, batch, finder.pins)
+        return devices
+    except BadInputError:
+        if finder.pins != Pins():
+            raise
+        for fewer in range(devices - 1, max(1, devices // 2) - 1, -1):
+            with contextlib.suppress(BadInputError):
+                finder.candidates(fewer, batch, finder.pins)
+                idle = devices - fewer
+                assumptions.append(
+                    f"{fewer} of {devices} devices: no mesh of them all divides the global batch of {batch}, "
+                    f"so {idle} stay{'s' if idle == 1 else ''} idle (--global-batch)"
+                )
+                return fewer
+        raise

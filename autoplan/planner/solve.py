@@ -122,6 +122,11 @@ def _next_best(pricing: Pricing, ranked: Iterator[Entry], tried: Sequence[Priced
             yield pricing.priced(candidate, cut)
 
 
+def first_best(pricing: Pricing) -> Priced | None:
+    """The fastest plan with balanced stages, without a solver or a proof; None where nothing fits."""
+    return _first_plans(pricing, _best_first(pricing), lambda _: None)[0]
+
+
 def _within(
     pricing: Pricing, ranked: Iterator[Entry], seen: set[Candidate], limit_s: float
 ) -> Iterator[Priced]:

@@ -1,4 +1,6 @@
-"""A large plan in, a small one of the same kind out: few blocks per class, every axis above 1 becomes 2.
+"""A large plan in, a small one of the same kind out: few blocks per class, every axis at its least factor.
+
+The least prime factor of a degree (2 where it is even) divides what the degree does, heads or experts.
 
 The model is trimmed to match: of each container of blocks (a ``ModuleList``) the first two of each region
 class stay.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import nn
@@ -38,27 +40,43 @@ class Shrunk:
 
 
 def shrink(plan: Plan) -> Shrunk:
-    """Shrink every axis to at most 2, blocks to two per class, micro-batches to four of two samples."""
+    """Axes shrink to their least factors, blocks to two per class, micro-batches to four of two samples."""
     part = single_part(plan)
     entries = [entry for stage in part.stages for entry in stage.regions]
     kept = _kept_blocks(entries)
     fewer = _renamed(entries, kept)
-    mesh = Mesh(*(min(getattr(part.mesh, one.name), 2) for one in fields(Mesh)))
-    cuts = [len(fewer) * stage // mesh.pp for stage in range(mesh.pp + 1)]
+    mesh = _small_mesh(part.mesh)
+    vpp = min(part.vpp, 2, len(fewer) // mesh.pp)
+    stages = mesh.pp * vpp
+    cuts = [len(fewer) * stage // stages for stage in range(stages + 1)]
     small = replace(
         part,
         mesh=mesh,
+        vpp=vpp,
+        schedule="1f1b" if part.schedule == "interleaved_1f1b" and vpp == 1 else part.schedule,
+        zero_shard=0 if mesh.replicas % (part.zero_shard or 1) else part.zero_shard,
         micro_batch=min(part.micro_batch, MOST_MICRO_BATCH),
         microbatches=min(part.microbatches, MOST_MICRO_BATCHES),
         stages=tuple(Stage(tuple(fewer[a:b])) for a, b in pairwise(cuts)),
     )
-    layouts = {key: _at_most_two(layout) for key, layout in plan.layouts.items()}
+    layouts = {key: _on(mesh, layout) for key, layout in plan.layouts.items()}
     note = f"shrunk: {len(entries)} regions to {len(fewer)}, {_words(part)} to {_words(small)}"
     return Shrunk(replace(plan, parts=(small,), layouts=layouts), kept, note)
 
 
-def _at_most_two(layout: Layout) -> Layout:
-    axes = {axis: replace(placed, size=min(placed.size, 2)) for axis, placed in layout.axes.items()}
+def _small_mesh(mesh: Mesh) -> Mesh:
+    """The least factor of every degree; stages and plain replicas are two, as nothing is divided by them."""
+    ep = _least_factor(mesh.ep)
+    dp = ep if ep > 1 else min(mesh.dp, 2)
+    return Mesh(min(mesh.pp, 2), dp, _least_factor(mesh.tp), _least_factor(mesh.cp), ep)
+
+
+def _least_factor(degree: int) -> int:
+    return next((factor for factor in range(2, degree) if degree % factor == 0), degree)
+
+
+def _on(mesh: Mesh, layout: Layout) -> Layout:
+    axes = {axis: replace(placed, size=getattr(mesh, axis)) for axis, placed in layout.axes.items()}
     return replace(layout, axes=axes)
 
 
