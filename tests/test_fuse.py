@@ -395,7 +395,7 @@ def test_a_fused_plan_equals_one_process(pins: tuple[str, ...]) -> None:
     assert result.ok and result.dtype == "fp64", result
 
 
-def test_off_means_off() -> None:
+def test_off_means_off(capture: Capture) -> None:
     """The pin gives the graph as it was written."""
-    plan = search_plan(HF_LLAMA, hw="kunlun", devices=1, global_batch=4, dtype="fp32", pins=("fuse=off",))
+    plan = plan_of(capture, 72, "fuse=off", "micro_batch=2")
     assert plan.parts[0].fuse == "off" and not any(layout.kernels for layout in plan.layouts.values())
