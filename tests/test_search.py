@@ -16,11 +16,12 @@ from autoplan.planner.chain import Cut, even_ends, quick_bound_s, without_once
 from autoplan.planner.columns import solve_chain
 from autoplan.planner.driver import search_plan
 from autoplan.planner.interleave import move_ends
+from autoplan.planner.measuring import measure_all
 from autoplan.planner.mixes import ColumnPricer
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Pricing
 from autoplan.planner.solve import TOLERANCE, solve
-from autoplan.planner.space import Candidate, Pins, candidates
+from autoplan.planner.space import Candidate, Inside, Pins, candidates
 from autoplan_cost_models import CostModel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -128,6 +129,29 @@ def test_no_random_plan_beats_a_proved_one(two_nodes: Pricing) -> None:
     assert fitting > 100
     assert nearest >= outcome.bound_s * (1 - 1e-9)
     assert nearest >= outcome.best.prediction.step_time_s * (1 - TOLERANCE)
+
+
+def test_when_time_runs_out_the_gap_is_true(two_nodes: Pricing) -> None:
+    """The best plan so far, and a bound on all that was not looked at."""
+    early, whole = solve(two_nodes, lambda _: None, until_s=0.0), solve(two_nodes, lambda _: None)
+    assert early.best is not None and early.best.fits and not early.finished and whole.finished
+    assert whole.best is not None
+    steps_s = [outcome.best.prediction.step_time_s for outcome in (whole, early) if outcome.best]
+    assert early.bound_s <= whole.bound_s <= steps_s[0] <= steps_s[1]
+    assert early.bound_s < steps_s[1] * (1 - TOLERANCE)
+
+
+def test_measuring_beside_measures_the_same() -> None:
+    """Half of the layouts come from another process: they must be those of this one."""
+    profile, capture = load_profile("h100"), capture_model(GPT, dtype="bf16")
+    costs = [ModelCosts(capture, CostModel(profile, "bf16"), lambda _: None) for _ in range(2)]
+    insides = [Inside(tp, sp=sp) for tp in (1, 2, 4) for sp in (False, True)[: 1 + (tp > 1)]]
+    measure_all(costs[0], insides)
+    for class_id in costs[0].classes:
+        for inside in insides:
+            one, two = (found.measured(class_id, inside) for found in costs)
+            assert one.layout == two.layout
+            assert costs[0].cost(class_id, inside, 2) == costs[1].cost(class_id, inside, 2)
 
 
 def _with_memory(pricing: Pricing, limit_bytes: float) -> Pricing:

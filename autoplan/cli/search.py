@@ -34,6 +34,12 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="NAME=N,N",
         help="a plan for every value: devices, global_batch, sequence or a size; --hw takes several chips",
     )
+    parser.add_argument(
+        "--time-limit",
+        type=positive,
+        metavar="SECONDS",
+        help="take the best plan found by then, with its gap to the bound",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a sweep")
     parser.add_argument(
         "--device-hour",
@@ -123,6 +129,7 @@ def request_of(args: argparse.Namespace) -> Request:
         tuple(args.pin),
         tuple(args.opaque),
         args.target,
+        args.time_limit,
     )
 
 

@@ -22,10 +22,12 @@ from autoplan.capture.source import ModelSource
 from autoplan.errors import BadInputError, InfeasibleError
 from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.plan import Certificate, Plan, Workload
+from autoplan.planner.chain import NEVER
 from autoplan.planner.context_space import context_options
 from autoplan.planner.expert_space import with_experts
 from autoplan.planner.fusion_space import fused_kernels, with_fusions
 from autoplan.planner.infeasible import infeasible_message, without_idle
+from autoplan.planner.measuring import measure_all
 from autoplan.planner.model_costs import ModelCosts
 from autoplan.planner.pricing import Priced, Pricing
 from autoplan.planner.runners_up import runners_up
@@ -63,6 +65,7 @@ class Request:
     pins: Sequence[str] = ()
     opaque: Sequence[str] = ()
     target: str = "autoplan"
+    time_limit_s: float | None = None
 
 
 def search(
@@ -94,17 +97,18 @@ def search_plan(
     pins: Sequence[str] = (),
     opaque: Sequence[str] = (),
     target: str = "autoplan",
+    time_limit_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The best plan for ``source`` (a model.py or config.json) that ``target`` can run; what is left out is
-    filled in and stated.
+    filled in and stated. After ``time_limit_s`` in all the best plan so far is taken, with its true gap; the
+    first that fits is always waited for.
 
     Raises BadInputError for input that cannot be used and InfeasibleError when nothing fits.
     """
     where = source.path if isinstance(source, ModelSource) else str(source)
-    request = Request(
-        where, hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque), target
-    )
+    given = (where, hw, devices, global_batch, dtype, optimizer, sizes, tuple(pins), tuple(opaque), target)
+    request = Request(*given, time_limit_s)
     return search_request(source, request, say)[0]
 
 
@@ -174,7 +178,10 @@ def search_captured(
     else:
         assumptions.append(f"dp=1 and micro_batch={batch}, the global batch: its samples share one loss")
     began = time.perf_counter()
-    pricing, outcome = finder.solve(devices, batch, band)
+    until_s = NEVER if request.time_limit_s is None else start + request.time_limit_s
+    pricing, outcome = finder.solve(devices, batch, band, until_s)
+    if not outcome.finished:
+        assumptions.append(f"the best plan after {request.time_limit_s:g} s (--time-limit)")
     if outcome.best is None:
         raise InfeasibleError(infeasible_message(pricing, finder, devices, batch))
     best = outcome.best
@@ -338,9 +345,13 @@ class Finder:
                 f"{where}: the loss pairs the samples of a batch, so dp=1: {error}"
             ) from error
 
-    def solve(self, devices: int, batch: int, band: float = 0.0) -> tuple[Pricing, Outcome]:
+    def solve(
+        self, devices: int, batch: int, band: float = 0.0, until_s: float = NEVER
+    ) -> tuple[Pricing, Outcome]:
+        """``until_s`` is a reading of ``time.perf_counter``."""
         pricing = self.pricing(devices, batch, self.pins)
-        return pricing, solve(pricing, self.say, band=band)
+        measure_all(self.costs, (candidate.inside for candidate in pricing.candidates))
+        return pricing, solve(pricing, self.say, band=band, until_s=until_s)
 
     def _batch(self, devices: int, assumptions: list[str]) -> int:
         if self.request.global_batch is not None:

@@ -52,6 +52,10 @@ class Measured:
     work: RegionWork
 
 
+# By level of fusion: layouts and work by class, and the states that tied parameters have.
+Known = dict[str, tuple[dict[tuple[str, Inside], Measured], dict[tuple[str, Inside], State]]]
+
+
 class ModelCosts:
     """Measures lazily and remembers; everything is per region class, never per region."""
 
@@ -184,11 +188,11 @@ class ModelCosts:
         """The class's best layout under ``inside`` and its measured work."""
         inside = self._own(class_id, inside)
         if inside.fuse != FUSE[0]:
-            with self._timed():
+            with self.timed():
                 other, plain = self._at(inside)
                 return other.measured(class_id, plain)
         if (class_id, inside) not in self._measured:
-            with self._timed():
+            with self.timed():
                 for other in self._order(class_id):
                     if (other, inside) not in self._measured:
                         self._say(f"choosing the layout of {self.names[other]} for {inside_text(inside)}")
@@ -196,8 +200,20 @@ class ModelCosts:
                         self._measured[other, inside] = measure(other, inside)
         return self._measured[class_id, inside]
 
+    def known(self) -> Known:
+        """What has been measured, at every level of fusion."""
+        levels = {FUSE[0]: self, **self._less_fused}
+        return {level: (costs._measured, costs._pinned) for level, costs in levels.items()}
+
+    def learn(self, known: Known) -> None:
+        """Take over what was measured elsewhere."""
+        for level, (measured, pinned) in known.items():
+            costs, _ = self._at(replace(ALONE, fuse=level))
+            costs._measured |= measured
+            costs._pinned |= pinned
+
     @contextlib.contextmanager
-    def _timed(self) -> Generator[None]:
+    def timed(self) -> Generator[None]:
         """Adds to ``spent_s``; measuring one class may ask for another, which is counted once."""
         outermost, self._timing = not self._timing, True
         start = time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -33,7 +34,8 @@ MORE_TO_SHOW = 8  # candidates looked at beyond the proof, to name runners-up
 class Outcome:
     """``best`` is None when nothing fits; ``bound_s`` holds for every candidate considered.
 
-    ``tried`` are the plans that were priced on the way, those that do not fit too.
+    ``tried`` are the plans that were priced on the way, those that do not fit too. Not ``finished``: time
+    ran out.
     """
 
     best: Priced | None
@@ -41,6 +43,7 @@ class Outcome:
     considered: int
     solved: int
     tried: tuple[Priced, ...] = ()
+    finished: bool = True
 
 
 def fits_anywhere(pricing: Pricing) -> bool:
@@ -72,18 +75,23 @@ def first_cuts(chain: Chain, incumbent_s: float = NEVER) -> tuple[tuple[Cut, ...
     return ((), NEVER) if cut is None else ((cut,), 0.0)
 
 
-def solve(pricing: Pricing, say: Callable[[str], None], *, band: float = 0.0) -> Outcome:
-    """The best plan over all candidates, by simulated step time, with a proved bound.
+def solve(
+    pricing: Pricing, say: Callable[[str], None], *, band: float = 0.0, until_s: float = NEVER
+) -> Outcome:
+    """The best plan over all candidates, by simulated step time, with a proved bound; or the best that was
+    found ``until_s`` (of ``time.perf_counter``).
 
     With a ``band`` plans that may be slower by that share at most are looked for on every candidate, too.
     """
     ranked, count = _best_first(pricing), len(pricing.candidates)
-    best, rest, tried = _first_plans(pricing, ranked, say)
+    best, rest, tried = _first_plans(pricing, ranked, say, until_s)
     bounds: list[float] = []
-    solved = 0
+    solved, finished = 0, True
     for bound_s, candidate, chain in rest:
         incumbent_s = best.prediction.step_time_s if best is not None else NEVER
-        if bound_s >= incumbent_s * (1 - TOLERANCE):
+        proved = bound_s >= incumbent_s * (1 - TOLERANCE)
+        finished = proved or best is None or time.perf_counter() < until_s
+        if proved or not finished:
             bounds.append(bound_s)
             break
         say(f"solving {describe(candidate)}; best so far {incumbent_s:.3g} s a step")
@@ -99,12 +107,14 @@ def solve(pricing: Pricing, say: Callable[[str], None], *, band: float = 0.0) ->
         return Outcome(None, NEVER, count, solved)
     least_s = min([*bounds, best.prediction.step_time_s])
     others = itertools.chain(rest, ranked)
-    if band:
+    if not finished:
+        unseen: Iterator[Priced] = iter(())
+    elif band:
         limit_s = best.prediction.step_time_s * (1 + band)
         unseen = _within(pricing, others, {priced.candidate for priced in tried}, limit_s)
     else:
         unseen = _next_best(pricing, others, tried)
-    return Outcome(best, least_s, count, solved, (*tried, *unseen))
+    return Outcome(best, least_s, count, solved, (*tried, *unseen), finished)
 
 
 def _next_best(pricing: Pricing, ranked: Iterator[Entry], tried: Sequence[Priced]) -> Iterator[Priced]:
@@ -183,14 +193,15 @@ def _families(candidates: Sequence[Candidate]) -> dict[Candidate, list[Candidate
 
 
 def _first_plans(
-    pricing: Pricing, ranked: Iterator[Entry], say: Callable[[str], None]
+    pricing: Pricing, ranked: Iterator[Entry], say: Callable[[str], None], until_s: float
 ) -> tuple[Priced | None, Ranked, list[Priced]]:
     """A good plan to start from, the candidates that could beat it, and every plan priced."""
     best: Priced | None = None
     alive: Ranked = []
     tried: list[Priced] = []
     for quick_s, candidate, chain in ranked:
-        if best is not None and quick_s >= best.prediction.step_time_s:
+        late = time.perf_counter() >= until_s
+        if best is not None and (late or quick_s >= best.prediction.step_time_s):
             alive.append((quick_s, candidate, chain))  # only its bound still counts
             break
         if not pricing.could_fit(candidate):
