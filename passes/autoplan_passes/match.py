@@ -204,7 +204,7 @@ def _is_given(value: Any, wanted: Any, node: fx.Node) -> bool:
         rank = first_tensor(node.all_input_nodes[0]).dim()
         dims = [value] if isinstance(value, int) else list(value or ())
         return [d % rank for d in dims] == [rank - 1]
-    return wanted(value, node) if callable(wanted) else value == wanted
+    return bool(wanted(value, node)) if callable(wanted) else value == wanted
 
 
 LAST = "the last dim"
