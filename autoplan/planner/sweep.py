@@ -52,7 +52,8 @@ class Point:
 
     @property
     def devices(self) -> int:
-        return self.plan.workload.devices if self.plan else self.values.get("devices", 0)
+        """Those asked for, of which a plan may leave some idle."""
+        return self.values.get("devices") or (self.plan.workload.devices if self.plan else 0)
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
