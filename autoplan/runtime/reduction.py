@@ -117,10 +117,16 @@ class Bucket:
         assert gradient is not None  # it has just been made
         item, columns = self._columns[parameter]
         if self._rows is None:
-            dtype, device = item.updated.dtype, parameter.device
-            self._rows = torch.zeros(self._shards, self._length, dtype=dtype, device=device)
+            like = torch.zeros if self._sharded else torch.empty  # whole: written before it is read
+            self._rows = like(self._shards, self._length, dtype=item.updated.dtype, device=parameter.device)
+        is_first = not self._sharded and parameter not in self._came
         with torch.no_grad():
             for total, new in matching(self._rows[:, columns], gradient, max(item.dim, 0)):
+                if is_first and new.dtype == total.dtype:
+                    torch.mul(new, 1.0 / self._replicas.divisor, out=total)
+                    continue
+                if is_first:
+                    total.zero_()
                 total.add_(new, alpha=1.0 / self._replicas.divisor)
         self._came[parameter] = None
         parameter.grad = None
@@ -131,6 +137,8 @@ class Bucket:
         if self._rows is None or self._replicas.size == 1:
             return
         if not self._sharded:
+            for parameter in self._columns.keys() - self._came.keys():
+                self._rows[:, self._columns[parameter][1]].zero_()
             self._work = dist.all_reduce(self._rows, group=self._replicas.group, async_op=True)
             return
         self._mine = self._rows.new_empty(self._length)
