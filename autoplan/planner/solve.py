@@ -134,7 +134,7 @@ def _next_best(pricing: Pricing, ranked: Iterator[Entry], tried: Sequence[Priced
 
 def first_best(pricing: Pricing) -> Priced | None:
     """The fastest plan with balanced stages, without a solver or a proof; None where nothing fits."""
-    return _first_plans(pricing, _best_first(pricing), lambda _: None)[0]
+    return _first_plans(pricing, _best_first(pricing), lambda _: None, NEVER)[0]
 
 
 def _within(
