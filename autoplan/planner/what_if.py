@@ -42,7 +42,8 @@ class WhatIf:
     ) -> None:
         self.plan, self.capture, self.profile, self._say = plan, capture, profile, say
         self.costs = model_costs(capture, profile, plan.workload.target, say)
-        self._answers: dict[object, Answer] = {}
+        # each with the profile that it is of: while that lives, its id is no other's
+        self._answers: dict[object, tuple[HardwareProfile, Answer]] = {}
 
     def pinned(self, *pins: str) -> Answer:
         """The best plan under the plan's own pins, those of the same keys replaced by ``pins``."""
@@ -62,10 +63,11 @@ class WhatIf:
         key = (tuple(pins), id(profile), devices)
         if key not in self._answers:
             try:
-                self._answers[key] = Answer(self._search(pins, profile, devices))
+                answer = Answer(self._search(pins, profile, devices))
             except AutoplanError as error:
-                self._answers[key] = Answer(None, str(error))
-        return self._answers[key]
+                answer = Answer(None, str(error))
+            self._answers[key] = profile, answer
+        return self._answers[key][1]
 
     def _search(self, pins: Sequence[str], profile: HardwareProfile, devices: int) -> Plan:
         work = self.plan.workload
