@@ -15,7 +15,7 @@ from autoplan.importing.settings import Settings
 from autoplan.plan import Plan
 from autoplan.planner.chain import Cut
 from autoplan.planner.pricer import Pricer
-from autoplan_codegen.exports.blocks import context_kind, is_sequence_parallel
+from autoplan_codegen.exports.blocks import decided, pins_of
 
 Say = Callable[[str], None]
 
@@ -50,14 +50,7 @@ def forecast_of_plan(plan: Plan, hw: str | None, model: str | Path | None, say: 
         say=say,
     )
     plan.require_model(pricer.capture.fingerprint, pricer.capture.name)
-    mesh = part.mesh
-    chosen: dict[str, object] = {axis: getattr(mesh, axis) for axis in ("pp", "dp", "tp", "cp", "ep")}
-    chosen |= {"micro_batch": part.micro_batch, "zero": part.zero}
-    chosen |= {"schedule": part.schedule, "vpp": part.vpp}
-    chosen |= {"zero_shard": part.zero_shard} if part.zero_shard else {}
-    chosen |= {"sp": int(is_sequence_parallel(plan))} if mesh.tp > 1 else {}
-    chosen |= {"cp_kind": context_kind(plan)} if mesh.cp > 1 else {}
-    pins = [f"{key}={value}" for key, value in chosen.items()]
+    pins = pins_of(decided(plan))
     ends: list[int] = []
     for stage in part.stages:
         ends.append((ends[-1] if ends else 0) + len(stage.regions))

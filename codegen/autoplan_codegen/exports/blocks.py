@@ -144,6 +144,31 @@ def choice_of(plan: Plan) -> Choice:
     )
 
 
+def decided(plan: Plan) -> dict[str, object]:
+    """What the plan decides for all regions at once, by the key that pins it (None: nothing to pin)."""
+    part = plan.parts[0]
+    mesh = part.mesh
+    return {
+        "pp": mesh.pp,
+        "dp": mesh.dp,
+        "tp": mesh.tp,
+        "cp": mesh.cp,
+        "ep": mesh.ep,
+        "micro_batch": part.micro_batch,
+        "zero": part.zero,
+        "schedule": part.schedule,
+        "vpp": part.vpp,
+        "zero_shard": part.zero_shard or None,
+        "sp": int(is_sequence_parallel(plan)) if mesh.tp > 1 else None,
+        "cp_kind": context_kind(plan) if mesh.cp > 1 else None,
+    }
+
+
+def pins_of(values: Mapping[str, object]) -> list[str]:
+    """The pins of what is decided."""
+    return [f"{key}={value}" for key, value in values.items() if value is not None]
+
+
 def is_sequence_parallel(plan: Plan) -> bool:
     """Whether activations between regions are cut on tp: some layout's boundary says so."""
     placed = [layout.on("tp") for layout in plan.layouts.values()]

@@ -13,7 +13,7 @@ from autoplan.errors import BadInputError
 from autoplan.plan import Part, Plan
 from autoplan.targets import target_named
 from autoplan_codegen.exports.accelerate import accelerate_files
-from autoplan_codegen.exports.blocks import context_kind, is_sequence_parallel
+from autoplan_codegen.exports.blocks import decided, pins_of
 from autoplan_codegen.exports.deepspeed import deepspeed_files
 from autoplan_codegen.exports.megatron import loongforge_files, megatron_files
 from autoplan_codegen.exports.outcome import Files, Lost, Outcome, Setting
@@ -80,22 +80,4 @@ def export_plan(plan: Plan, target: str, environment: Mapping[str, str] | None =
 
 def _pins(plan: Plan, outcome: Outcome) -> tuple[str, ...]:
     """Pins of everything the plan decided, with the target's own where it has others (None: no pin)."""
-    part = plan.parts[0]
-    mesh = part.mesh
-    planned: dict[str, object] = {
-        "pp": mesh.pp,
-        "dp": mesh.dp,
-        "tp": mesh.tp,
-        "cp": mesh.cp,
-        "ep": mesh.ep,
-        "micro_batch": part.micro_batch,
-        "zero": part.zero,
-        "schedule": part.schedule,
-        "vpp": part.vpp,
-        "zero_shard": part.zero_shard or None,
-        "sp": int(is_sequence_parallel(plan)) if mesh.tp > 1 else None,
-        "cp_kind": context_kind(plan) if mesh.cp > 1 else None,
-    }
-    planned |= outcome.runs_as
-    plain = [f"{key}={value}" for key, value in planned.items() if value is not None]
-    return (*plain, *outcome.region_pins)
+    return (*pins_of({**decided(plan), **outcome.runs_as}), *outcome.region_pins)
